@@ -1,0 +1,1 @@
+"""FCP context parallelism: packed sequences, any placement, congestion-free rounds."""

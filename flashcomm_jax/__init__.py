@@ -1,0 +1,1 @@
+"""FlashComm: tensor-parallel prefill on token shards, without all-reduce."""
