@@ -1,1 +1,64 @@
-"""FCP context parallelism: packed sequences, any placement, congestion-free rounds."""
+"""FCP context parallelism: packed sequences, any placement, congestion-free rounds.
+
+Planning needs numpy only. Everything that runs on devices is imported on first use, so that a
+planning process never imports jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from fcp_jax._pytree import register_when_jax_is_imported
+from fcp_jax.config import PlanConfig
+from fcp_jax.plan import Plan, PlanShape, bucket_size, pad_plan
+from fcp_jax.planner import make_batch_plan, make_plan
+from fcp_jax.segments import Segments
+from fcp_jax.stats import PlanStats
+from fcp_jax.validate import InvalidPlanError, validate_plan
+
+if TYPE_CHECKING:
+    from fcp_jax.attention import attention
+    from fcp_jax.check import check_batch
+    from fcp_jax.dispatch import dispatch, undispatch
+    from fcp_jax.layers import FCPAttention, FCPAttentionFn, apply_rope
+
+_ON_FIRST_USE = {
+    "attention": "fcp_jax.attention",
+    "check_batch": "fcp_jax.check",
+    "dispatch": "fcp_jax.dispatch",
+    "undispatch": "fcp_jax.dispatch",
+    "FCPAttention": "fcp_jax.layers",
+    "FCPAttentionFn": "fcp_jax.layers",
+    "apply_rope": "fcp_jax.layers",
+}
+
+__all__ = [
+    "FCPAttention",
+    "FCPAttentionFn",
+    "InvalidPlanError",
+    "Plan",
+    "PlanConfig",
+    "PlanShape",
+    "PlanStats",
+    "Segments",
+    "apply_rope",
+    "attention",
+    "bucket_size",
+    "check_batch",
+    "dispatch",
+    "make_batch_plan",
+    "make_plan",
+    "pad_plan",
+    "undispatch",
+    "validate_plan",
+]
+
+register_when_jax_is_imported()
+
+
+def __getattr__(name: str):
+    if name in _ON_FIRST_USE:
+        # The module `attention` would shadow the function of that name in this namespace.
+        value = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

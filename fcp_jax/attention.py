@@ -1,0 +1,373 @@
+"""Context-parallel attention over a plan: forward and backward.
+
+Forward, on every rank: attend to the own blocks, then in each stage pull the blocks that the plan
+sends here and continue the softmax with them. Backward pulls the same blocks again, adds to dq
+where the queries live and pushes dk and dv partials back along the reversed rounds (paper,
+"pull-compute-push").
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fcp_jax import check
+from fcp_jax.dispatch import dispatch, undispatch
+from fcp_jax.exchange import run_groups, send
+from fcp_jax.mesh import Axes, rank_tables, resolve_axes, spmd, table_specs
+from fcp_jax.places import query_ranges, rows_to_places, token_mask
+from fcp_jax.plan import Plan
+from pallas_kernels import (
+    AttentionState,
+    TokenMask,
+    WorkList,
+    block_attention,
+    block_attention_grad,
+)
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: Plan,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: str = "cp",
+    batch_axis_name: str | tuple[str, ...] = "dp",
+    head_axis_name: str = "tp",
+    layout: str = "caller",
+    scale: float | None = None,
+    segment_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+):
+    r"""Attention of packed segments whose tokens are sharded over a mesh axis.
+
+    .. math:: o_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j)\, v_j
+
+    where j runs over the segment of i (up to i itself if the plan is causal).
+
+    Args:
+      q: [N*T, num_q_heads, head_dim], or [R, N*T, num_q_heads, head_dim] for a plan of R rows;
+        float32, bfloat16 or float16. With layout="plan", N*S*B instead of N*T.
+      k: like q with num_kv_heads, which divides num_q_heads.
+      v: like k.
+      plan: from `make_plan` or `make_batch_plan`, for these segments.
+      mesh: devices. None computes the same plan on one device.
+      axis_name: mesh axis of the plan's ranks; tokens are sharded over it.
+      batch_axis_name: mesh axis or axes of the plan's rows, if it has several.
+      head_axis_name: mesh axis that heads are sharded over, if the mesh has it.
+      layout: "caller" takes tokens in packed order and moves them to the plan's layout and back;
+        "plan" takes what `dispatch` returned and stays there.
+      scale: multiplies q.k; 1/sqrt(head_dim) if None.
+      segment_ids: int32 [N*T] or [R, N*T], nonzero in segments, for checking only: if they are not
+        the segments of the plan, the output is NaN (and ValueError where the values are known).
+      positions: int32, like segment_ids: must increase inside each segment, so that causal order
+        is token order; checked in the same way.
+      implementation: kernel, see `pallas_kernels.block_attention`.
+      return_lse: also return the log-sum-exp.
+
+    Returns:
+      out, like q; with return_lse, (out, lse) with lse float32 [..., num_q_heads], -inf on rows
+      that see nothing. Rows outside every segment are 0 in out and have zero gradient.
+
+    Raises:
+      ValueError: if an argument does not fit the others, before anything is traced.
+
+    References:
+      FCP, arXiv 2605.08524.
+    """
+    shape = plan.shape
+    if layout not in ("caller", "plan"):
+        raise ValueError(f'layout must be "caller" or "plan", got {layout!r}')
+    rows = shape.tokens_per_rank if layout == "caller" else shape.plan_rows_per_rank
+    _check_operands(q, k, v, shape.num_rows, shape.num_ranks * rows, layout)
+    axes = mesh and resolve_axes(plan, mesh, axis_name, batch_axis_name, head_axis_name)
+    if axes and axes.heads:
+        split = mesh.shape[axes.heads]
+        for name, x in (("q", q), ("k", k)):
+            if x.shape[-2] % split:
+                raise ValueError(
+                    f"{name} has {x.shape[-2]} heads, which the {split} devices of mesh axis "
+                    f"{axes.heads!r} do not divide; use a mesh whose {axes.heads!r} axis divides "
+                    "num_kv_heads, or repeat the kv heads"
+                )
+    check.raise_if_known_bad(plan, segment_ids, positions, layout)
+
+    moving = dict(mesh=mesh, axis_name=axis_name, batch_axis_name=batch_axis_name)
+    heads = (axes.heads if axes else None, None)
+    no_rows = q.ndim == 3
+    if layout == "caller":
+        q, k, v = dispatch((q, k, v), plan, feature_spec=heads, **moving)
+    if no_rows:
+        q, k, v = q[None], k[None], v[None]
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    out, lse = _attention(_Call(axes, scale, implementation), q, k, v, plan)
+    if no_rows:
+        out, lse = out[0], lse[0]
+    if layout == "caller":
+        out = undispatch(out, plan, feature_spec=heads, **moving)
+        if return_lse:
+            # Places outside every segment come back as 0; as a log-sum-exp that would be a lie.
+            covered = undispatch(jnp.isfinite(lse), plan, feature_spec=heads[:1], **moving)
+            lse = undispatch(lse, plan, feature_spec=heads[:1], **moving)
+            lse = jnp.where(covered, lse, -jnp.inf)
+    if segment_ids is not None or positions is not None:
+        flags = check.check_batch(
+            plan, segment_ids=segment_ids, positions=positions, layout=layout, **moving
+        )
+        out = jnp.where(flags == 0, out, jnp.nan)
+    return (out, lse) if return_lse else out
+
+
+def _check_operands(q, k, v, num_rows: int, rows: int, layout: str) -> None:
+    if q.ndim not in (3, 4) or q.ndim != k.ndim or k.shape != v.shape:
+        raise ValueError(
+            "q, k, v must be [rows, tokens, heads, head_dim] or [tokens, heads, head_dim], k and v "
+            f"alike, got {q.shape}, {k.shape}, {v.shape}"
+        )
+    lead = (num_rows, rows) if q.ndim == 4 else (rows,)
+    if q.ndim == 3 and num_rows != 1:
+        raise ValueError(f"q must have a leading axis of the plan's {num_rows} rows, got {q.shape}")
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[:-2] != lead:
+            raise ValueError(
+                f'{name} must have leading axes {lead} for this plan and layout="{layout}", got '
+                f"{x.shape}"
+            )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must share head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"num_kv_heads must divide num_q_heads, got {k.shape[-2]} and {q.shape[-2]}"
+        )
+    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in DTYPES:
+        raise ValueError(
+            f"q, k, v must share one dtype of {', '.join(DTYPES)}, got {q.dtype}, {k.dtype}, "
+            f"{v.dtype}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static part of a call."""
+
+    axes: Axes | None
+    scale: float
+    implementation: str | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call: _Call, q, k, v, plan: Plan):
+    """(out, lse) in the plan's layout; q is [R, N*S*B, heads, head_dim], lse [R, N*S*B, heads]."""
+    if call.axes is None:
+        return _one_device(call, plan, _one_device_forward, (q, k, v))
+    heads, lse_spec = _specs(call.axes)
+    body = functools.partial(_rank_forward, call=call)
+    tables = table_specs(plan, call.axes)
+    return spmd(body, call.axes, (heads, heads, heads, tables), (heads, lse_spec))(q, k, v, plan)
+
+
+def _attention_fwd(call, q, k, v, plan):
+    out, lse = _attention(call, q, k, v, plan)
+    out, lse = checkpoint_name(out, "fcp_out"), checkpoint_name(lse, "fcp_lse")
+    return (out, lse), (q, k, v, out, lse, plan)
+
+
+def _attention_bwd(call, residuals, cotangents):
+    q, k, v, out, lse, plan = residuals
+    dout, dlse = cotangents
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
+    operands = (q, k, v, dout, lse, delta)
+    if call.axes is None:
+        grads = _one_device(call, plan, _one_device_backward, operands)
+    else:
+        heads, lse_spec = _specs(call.axes)
+        specs = (heads, heads, heads, heads, lse_spec, lse_spec, table_specs(plan, call.axes))
+        body = functools.partial(_rank_backward, call=call)
+        grads = spmd(body, call.axes, specs, (heads, heads, heads))(*operands, plan)
+    return *(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _specs(axes: Axes) -> tuple[P, P]:
+    rows = axes.rows or None
+    return P(rows, axes.cp, axes.heads, None), P(rows, axes.cp, axes.heads)
+
+
+def _rank_forward(q, k, v, plan: Plan, *, call: _Call):
+    """One rank's program; q is [1, S*B, heads, head_dim]."""
+    rank = _Rank(call, plan)
+    q, kv = q[0], jnp.concatenate([k[0], v[0]], axis=1)
+    state = block_attention(q, k[0], v[0], rank.own_mask, rank.own_work, **rank.options)
+
+    def stage(index, rounds, state):
+        k, v = jnp.split(rank.pull(kv, index, rounds), 2, axis=1)
+        mask, work = rank.stage_mask(index, len(rounds)), rank.stage_work(index)
+        return block_attention(q, k, v, mask, work, state, **rank.options)
+
+    state = rank.run(stage, state)
+    return state.out.astype(q.dtype)[None], state.lse.T[None]
+
+
+def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
+    """One rank's program; operands are [1, S*B, heads, ...]."""
+    rank = _Rank(call, plan)
+    q, kv = q[0], jnp.concatenate([k[0], v[0]], axis=1)
+    own = (dout[0], lse[0].T, delta[0].T)
+    dq, dk, dv = block_attention_grad(
+        q, k[0], v[0], *own, rank.own_mask, rank.own_work, **rank.options
+    )
+
+    def stage(index, rounds, carry):
+        dq, dkv = carry
+        k, v = jnp.split(rank.pull(kv, index, rounds), 2, axis=1)
+        mask, work = rank.stage_mask(index, len(rounds)), rank.stage_work(index)
+        dq, dk, dv = block_attention_grad(q, k, v, *own, mask, work, dq, **rank.options)
+        return dq, rank.push(dkv, jnp.concatenate([dk, dv], axis=1), index, rounds)
+
+    dq, dkv = rank.run(stage, (dq, jnp.concatenate([dk, dv], axis=1)))
+    dk, dv = jnp.split(dkv, 2, axis=1)
+    return dq[None], dk[None], dv[None]
+
+
+class _Rank:
+    """What the programs of one rank share: its tables, masks, work lists and transfers."""
+
+    def __init__(self, call: _Call, plan: Plan):
+        assert call.axes is not None
+        self.axes = call.axes
+        self.plan = plan = rank_tables(plan)
+        self.shape = shape = plan.shape
+        self.options = dict(
+            block_size=shape.block_size, scale=call.scale, implementation=call.implementation
+        )
+        rows = jnp.arange(shape.plan_rows_per_rank, dtype=jnp.int32)
+        rows += lax.axis_index(self.axes.cp) * shape.plan_rows_per_rank
+        self.own_mask = TokenMask(*query_ranges(plan, rows))
+        self.own_work = WorkList(plan.local_row_starts, plan.local_columns)
+
+    def run(self, stage, carry):
+        """Folds `stage` over all stages."""
+        return run_groups(self.shape.groups, self.plan.trips, self.shape, stage, carry)
+
+    def stage_work(self, index) -> WorkList:
+        """The work list of a stage; its columns are the stage's rounds."""
+        return WorkList(self.plan.stage_row_starts[index], self.plan.stage_columns[index])
+
+    def stage_mask(self, index, num_rounds: int) -> TokenMask:
+        """The mask between own queries and the blocks that a stage brings."""
+        blocks = self.plan.recv_block[index, :num_rounds, None]
+        inside = jnp.arange(self.shape.block_size, dtype=jnp.int32)
+        rows = jnp.where(blocks < 0, -1, blocks * self.shape.block_size + inside)
+        return self.own_mask._replace(kv_index=rows_to_places(self.plan, rows.reshape(-1)))
+
+    def pull(self, kv: jax.Array, index, rounds) -> jax.Array:
+        """Sends own blocks through the rounds of a stage; returns what arrives, in order."""
+        return jnp.concatenate(
+            [
+                send(self._slot_rows(kv, index, position), round_, self.shape, self.axes)
+                for position, round_ in enumerate(rounds)
+            ]
+        )
+
+    def push(self, dkv: jax.Array, parts: jax.Array, index, rounds) -> jax.Array:
+        """Sends partial sums back to the owners of a stage's blocks; returns dkv with what came."""
+        size = self.shape.block_size
+        returned = [
+            send(part, round_, self.shape, self.axes, back=True)
+            for part, round_ in zip(
+                parts.reshape(len(rounds), size, *parts.shape[1:]), rounds, strict=True
+            )
+        ]
+        for position, part in enumerate(returned):
+            total = self._slot_rows(dkv, index, position) + part
+            at = self._first_row(index, position)
+            dkv = lax.dynamic_update_slice_in_dim(dkv, total, at, axis=0)
+        return dkv
+
+    def _first_row(self, index, position: int):
+        # A round in which this rank has nothing to send carries slot 0 to nobody's use, and zeros
+        # come back for it.
+        return jnp.maximum(self.plan.send_slot[index, position], 0) * self.shape.block_size
+
+    def _slot_rows(self, x: jax.Array, index, position: int) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, self._first_row(index, position), self.shape.block_size)
+
+
+def _one_device(call: _Call, plan: Plan, program, operands):
+    """Runs `program(call, plan, *operands)` for every row of the plan."""
+    rows = []
+    for row in range(plan.shape.num_rows):
+        tables = jax.tree.map(lambda table, row=row: table[row] if table.ndim > 1 else table, plan)
+        rows.append(program(call, tables, *(x[row] for x in operands)))
+    return tuple(jnp.stack(parts) for parts in zip(*rows, strict=True))
+
+
+def _one_device_forward(call: _Call, plan: Plan, q, k, v):
+    work, mask = _whole_work(plan)
+    state: AttentionState = block_attention(
+        q,
+        k,
+        v,
+        mask,
+        work,
+        block_size=plan.shape.block_size,
+        scale=call.scale,
+        implementation=call.implementation,
+    )
+    return state.out.astype(q.dtype), state.lse.T
+
+
+def _one_device_backward(call: _Call, plan: Plan, q, k, v, dout, lse, delta):
+    work, mask = _whole_work(plan)
+    return block_attention_grad(
+        q,
+        k,
+        v,
+        dout,
+        lse.T,
+        delta.T,
+        mask,
+        work,
+        block_size=plan.shape.block_size,
+        scale=call.scale,
+        implementation=call.implementation,
+    )
+
+
+def _whole_work(plan: Plan) -> tuple[WorkList, TokenMask]:
+    """The work of all ranks and stages as one list over all blocks of the plan's layout."""
+    shape = plan.shape
+    slots, ranks = shape.num_slots, shape.num_ranks
+    rank = jnp.arange(ranks, dtype=jnp.int32)
+    local = _items(plan.local_row_starts, plan.local_columns)
+    query = [jnp.where(local < slots, rank[:, None] * slots + local, ranks * slots).reshape(-1)]
+    kv = [(rank[:, None] * slots + plan.local_columns).reshape(-1)]
+    remote = _items(plan.stage_row_starts, plan.stage_columns)
+    own_first = rank[:, None, None] * slots
+    query.append(jnp.where(remote < slots, own_first + remote, ranks * slots).reshape(-1))
+    kv.append(jnp.take_along_axis(plan.recv_block, plan.stage_columns, axis=2).reshape(-1))
+    rows, columns = jnp.concatenate(query), jnp.concatenate(kv)
+    order = jnp.argsort(rows, stable=True)
+    starts = jnp.searchsorted(rows[order], jnp.arange(ranks * slots + 1)).astype(jnp.int32)
+    every = jnp.arange(ranks * shape.plan_rows_per_rank, dtype=jnp.int32)
+    return WorkList(starts, columns[order]), token_mask(plan, every, every)
+
+
+def _items(row_starts: jax.Array, columns: jax.Array) -> jax.Array:
+    """The query slot of each item of many work lists; S for padding items."""
+    item = jnp.arange(columns.shape[-1], dtype=jnp.int32)
+    return jnp.sum(item[:, None] >= row_starts[..., None, 1:], axis=-1).astype(jnp.int32)
