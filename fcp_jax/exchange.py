@@ -43,7 +43,7 @@ def run_groups(
 
 
 def send(payload: jax.Array, round_: Round, shape: PlanShape, axes: Axes, *, back: bool = False):
-    """Sends a payload through one round, or `back` along it; zeros arrive where nothing was sent."""
+    """Sends a payload through one round, or `back` along it; who is sent nothing gets zeros."""
     pairs = permutation(shape.transport, round_, shape.num_ranks)
     if back:
         pairs = [(dst, src) for src, dst in pairs]

@@ -104,15 +104,11 @@ def rank_tables(plan: Plan) -> Plan:
 
 
 def spmd(function: Callable, axes: Axes, in_specs, out_specs) -> Callable:
-    """Wraps `jax.shard_map` so that it takes operands of any sharding, on Auto and Explicit axes."""
+    """Wraps `jax.shard_map` to take operands of any sharding, on Auto and on Explicit axes."""
     mapped = jax.shard_map(
         function, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    explicit = {
-        name
-        for name, kind in zip(axes.mesh.axis_names, axes.mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    }
+    explicit = explicit_axes(axes.mesh)
     if not explicit:
         return mapped
 
@@ -126,6 +122,12 @@ def spmd(function: Callable, axes: Axes, in_specs, out_specs) -> Callable:
         return mapped(*jax.tree.map(place, in_specs, operands, is_leaf=is_spec))
 
     return call
+
+
+def explicit_axes(mesh: Mesh) -> set[str]:
+    """Returns the mesh axes whose shardings are part of an array's type."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == AxisType.Explicit}
 
 
 def _only(spec: P, names: set[str]) -> P:
