@@ -136,32 +136,48 @@ def block_pairs(blocks: Blocks, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     Returns:
       (query_block, kv_block), int64 [num_pairs] each.
     """
-    order = np.lexsort((blocks.start, blocks.segment))
-    block, segment = blocks.block[order], blocks.segment[order]
-    if not len(block):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    firsts = np.flatnonzero(np.diff(segment, prepend=-1))
-    counts = np.diff(firsts, append=len(segment))
     keys = np.zeros(0, np.int64)
-    # Segments of many fragments first, a few million pairs at a time: where each segment lies on
-    # every rank (ring), the first ones already name all pairs.
-    by_count = np.argsort(-counts, kind="stable")
-    batch = np.cumsum(counts[by_count] ** 2) // _PAIRS_AT_ONCE
-    for members in np.split(by_count, np.flatnonzero(np.diff(batch)) + 1):
-        keys = np.union1d(keys, _pair_keys(blocks, block, firsts[members], counts[members], causal))
-        if len(keys) == blocks.num_blocks**2:
+    for query, kv in _fragment_pairs(blocks, causal):
+        keys = np.union1d(keys, blocks.block[query] * blocks.num_blocks + blocks.block[kv])
+        if len(keys) == blocks.num_blocks**2:  # ring: the first long segment names all pairs
             break
     return keys // blocks.num_blocks, keys % blocks.num_blocks
+
+
+def pair_areas(blocks: Blocks, causal: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Counts the visible token pairs of every block pair that holds any.
+
+    Returns:
+      (query_block, kv_block, area), int64 [num_pairs] each, sorted.
+    """
+    keys, areas = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for query, kv in _fragment_pairs(blocks, causal):
+        length = blocks.length[query]
+        area = length * blocks.length[kv]
+        if causal:
+            area = np.where(query == kv, length * (length + 1) // 2, area)
+        keys = np.append(keys, blocks.block[query] * blocks.num_blocks + blocks.block[kv])
+        keys, inverse = np.unique(keys, return_inverse=True)
+        areas = np.bincount(inverse, np.append(areas, area)).astype(np.int64)
+    return keys // blocks.num_blocks, keys % blocks.num_blocks, areas
 
 
 _PAIRS_AT_ONCE = 4_000_000
 
 
-def _pair_keys(blocks: Blocks, block, firsts, counts, causal: bool) -> np.ndarray:
-    """Keys query_block * num_blocks + kv_block of all fragment pairs of some segments."""
-    fragment = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = np.repeat(firsts, counts)
-    seen = fragment + 1 if causal else np.repeat(counts, counts)
-    kv = np.arange(int(seen.sum())) - np.repeat(np.cumsum(seen) - seen, seen)
-    query_block = np.repeat(block[first + fragment], seen)
-    return query_block * blocks.num_blocks + block[np.repeat(first, seen) + kv]
+def _fragment_pairs(blocks: Blocks, causal: bool):
+    """Yields (query fragment, kv fragment) arrays of all visible pairs, long segments first."""
+    order = np.lexsort((blocks.start, blocks.segment))
+    if not len(order):
+        return
+    firsts = np.flatnonzero(np.diff(blocks.segment[order], prepend=-1))
+    counts = np.diff(firsts, append=len(order))
+    by_count = np.argsort(-counts, kind="stable")
+    batch = np.cumsum(counts[by_count] ** 2) // _PAIRS_AT_ONCE
+    for members in np.split(by_count, np.flatnonzero(np.diff(batch)) + 1):
+        count = counts[members]
+        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        first = np.repeat(firsts[members], count)
+        seen = within + 1 if causal else np.repeat(count, count)
+        kv = np.arange(int(seen.sum())) - np.repeat(np.cumsum(seen) - seen, seen)
+        yield order[np.repeat(first + within, seen)], order[np.repeat(first, seen) + kv]

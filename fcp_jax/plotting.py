@@ -1,0 +1,136 @@
+"""Pictures of a plan: where blocks live, and when each rank computes and communicates."""
+
+import numpy as np
+
+from fcp_jax.plan import Plan
+from fcp_jax.stats import KERNEL_TFLOPS
+from fcp_jax.tables import fragment_blocks, stage_areas
+
+LINK_GBPS = 50.0
+"""Bandwidth of the pictured links, GB/s a direction: one ConnectX-7 a GPU (paper)."""
+
+
+def plot_plan(plan: Plan, path, *, row: int = 0) -> None:
+    """Draws the placement and a modelled stage timeline of one row to an image file.
+
+    The timeline models forward compute at `KERNEL_TFLOPS` and transfers at `LINK_GBPS`, a stage's
+    pull starting with the stage before it. Needs matplotlib (extra `viz`).
+
+    Args:
+      plan: from `make_plan`, with its config.
+      path: image file to write.
+      row: which row of the batch.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ranks = plan.shape.num_ranks
+    height = min(max(0.34 * ranks, 2.2), 12.0)
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(14, height + 1.3), width_ratios=(1, 1.5), layout="constrained"
+    )
+    _draw_placement(left, plan, row)
+    _draw_timeline(right, plan, row)
+    figure.suptitle(_title(plan))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _title(plan: Plan) -> str:
+    stats = plan.stats
+    if stats is None:
+        return f"{plan.shape.num_ranks} ranks"
+    return (
+        f"{stats.method}, {stats.num_ranks} ranks, {stats.transport}: compute imbalance "
+        f"{stats.compute_imbalance:.1%}, {stats.num_transfers} transfers, max degree "
+        f"{stats.max_degree}, {stats.num_rounds} rounds in {stats.num_stages} stages"
+    )
+
+
+def _draw_placement(axis, plan: Plan, row: int) -> None:
+    """Blocks by rank and slot; a color a segment that spans several blocks, gray for the rest."""
+    from matplotlib import colormaps
+
+    shape = plan.shape
+    blocks = fragment_blocks(plan, row)
+    pieces = np.bincount(blocks.segment)
+    long = np.flatnonzero(pieces > 1)
+    long = long[np.argsort(-pieces[long], kind="stable")]
+    palette = colormaps["tab20"].colors
+    color = {int(segment): palette[i % len(palette)] for i, segment in enumerate(long)}
+    rank, slot = np.divmod(blocks.block, shape.num_slots)
+    axis.barh(
+        rank,
+        blocks.length,
+        left=slot * shape.block_size + blocks.offset,
+        height=0.86,
+        color=[color.get(int(segment), "0.82") for segment in blocks.segment],
+        edgecolor="white",
+        linewidth=0.4,
+    )
+    for edge in range(shape.num_slots + 1):
+        axis.axvline(edge * shape.block_size, color="0.6", linewidth=0.5)
+    axis.set(
+        title=f"placement: {len(long)} segments in several blocks (colors), the rest gray",
+        xlabel=f"rows of the plan's layout ({shape.num_slots} slots of {shape.block_size})",
+        ylabel="rank",
+        ylim=(shape.num_ranks - 0.5, -0.5),
+        xlim=(0, shape.plan_rows_per_rank),
+    )
+
+
+def _draw_timeline(axis, plan: Plan, row: int) -> None:
+    compute, pulls = timeline(plan, row)
+    stages = compute.shape[1]
+    for rank in range(plan.shape.num_ranks):
+        busy = [(1e3 * a, 1e3 * (b - a)) for a, b in compute[rank]]
+        shades = ["tab:blue"] + ["tab:cyan", "tab:olive"] * stages
+        axis.broken_barh(busy, (rank - 0.43, 0.56), facecolors=shades[:stages])
+        moving = [(1e3 * a, 1e3 * (b - a)) for a, b in pulls[rank]]
+        axis.broken_barh(moving, (rank + 0.15, 0.26), facecolors="tab:red")
+    axis.set(
+        title=f"modelled forward: local work (blue), stages, transfers at {LINK_GBPS:.0f} GB/s (red)",
+        xlabel=f"milliseconds at {KERNEL_TFLOPS:.0f} TFLOP/s",
+        ylim=(plan.shape.num_ranks - 0.5, -0.5),
+        xlim=(0, None),
+    )
+
+
+def timeline(plan: Plan, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Models when each rank computes and pulls.
+
+    Args:
+      plan: with its config, which prices FLOPs and bytes.
+      row: which row of the batch.
+
+    Returns:
+      (compute, pulls): float64 seconds [N, 1 + stages, 2] and [N, stages, 2], (begin, end) each;
+      stage 0 of compute is local work, pulls[:, i] brings what compute[:, 1 + i] reads.
+
+    Raises:
+      ValueError: if the plan has no config.
+    """
+    if plan.config is None:
+        raise ValueError("plan has no config, which prices its FLOPs and bytes")
+    config, shape = plan.config, plan.shape
+    stages = int(plan.trips.sum())
+    flops = 4.0 * config.num_q_heads * config.head_dim * stage_areas(plan, row)[:, : 1 + stages]
+    work = flops / (KERNEL_TFLOPS * 1e12)
+    arriving = (plan.recv_block[row] >= 0).sum(-1)[:, :stages]
+    leaving = (plan.send_slot[row] >= 0).sum(-1)[:, :stages]
+    block_seconds = shape.block_size * config.kv_bytes_per_token / (LINK_GBPS * 1e9)
+    pull = np.maximum(arriving, leaving) * block_seconds
+
+    compute = np.zeros((shape.num_ranks, 1 + stages, 2))
+    pulls = np.zeros((shape.num_ranks, stages, 2))
+    compute[:, 0, 1] = work[:, 0]
+    for stage in range(stages):
+        begin = compute[:, stage, 0]
+        if stage:
+            begin = np.maximum(begin, pulls[:, stage - 1, 1])
+        pulls[:, stage] = np.stack([begin, begin + pull[:, stage]], 1)
+        start = np.maximum(compute[:, stage, 1], pulls[:, stage, 1])
+        compute[:, 1 + stage] = np.stack([start, start + work[:, 1 + stage]], 1)
+    return compute, pulls
