@@ -1,0 +1,252 @@
+"""Matmul + reduce-scatter and all-gather + matmul, plain and overlapped. For use in `shard_map`.
+
+Rows are in destination order: of the rows of x, block d belongs to rank d. The overlapped forms
+rest on one idiom. A transfer is started, the next partial product is computed, and an
+`optimization_barrier` ties the two results: the product can then not sink below the point where
+the transfer must be complete, and the compiler cannot merge the transfers back into one.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flashcomm_jax.products import Quantized, columns, multiply, out_features
+
+Operand = jax.Array | Quantized
+Product = Callable[[Operand, Operand], jax.Array]
+
+# Pieces a product is cut into when each is reduced while the next is computed.
+MAX_PIECES = 4
+
+
+def num_pieces(features: int) -> int:
+    """Into how many equal column pieces a product of `features` columns is cut; 1 if not at all."""
+    return next((n for n in range(MAX_PIECES, 1, -1) if features % n == 0), 1)
+
+
+def matmul_reduce_scatter(
+    x: Operand,
+    kernel: Operand,
+    axis_name: str,
+    axis_size: int,
+    *,
+    backend: str,
+    out_dtype: jax.typing.DTypeLike,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Sum over ranks of x @ kernel, of which each rank keeps its block of rows.
+
+    Args:
+      x: [axis_size * rows, in / axis_size], this rank's columns of the activations.
+      kernel: [in / axis_size, out], this rank's rows of the kernel (or its quantized form).
+      axis_name: mesh axis to reduce over.
+      axis_size: its size.
+      backend: "none" (one product, one reduce-scatter), "pallas" or "ring".
+      out_dtype: dtype of partial products and of what travels.
+      precision: of float products.
+
+    Returns:
+      [rows, out].
+    """
+
+    def product(part: Operand, kernel_part: Operand) -> jax.Array:
+        implementation = None if backend == "pallas" else "xla"
+        return multiply(
+            part, kernel_part, out_dtype, precision=precision, implementation=implementation
+        )
+
+    if axis_size == 1:
+        return product(x, kernel)
+    if backend == "pallas":
+        return _reduce_scatter_pieces(x, kernel, axis_name, product)
+    if backend == "ring":
+        return _reduce_scatter_ring(x, kernel, axis_name, axis_size, product)
+    return lax.psum_scatter(product(x, kernel), axis_name, tiled=True)
+
+
+def _reduce_scatter_pieces(
+    x: Operand, kernel: Operand, axis_name: str, product: Product
+) -> jax.Array:
+    """Reduces column piece i while piece i + 1 is computed."""
+    width = out_features(kernel) // num_pieces(out_features(kernel))
+    starts = range(0, out_features(kernel), width)
+    part = product(x, columns(kernel, 0, width))
+    done = []
+    for start in starts[1:]:
+        scattered = lax.psum_scatter(part, axis_name, tiled=True)
+        part = product(x, columns(kernel, start, start + width))
+        scattered, part = lax.optimization_barrier((scattered, part))
+        done.append(scattered)
+    done.append(lax.psum_scatter(part, axis_name, tiled=True))
+    return jnp.concatenate(done, axis=1)
+
+
+def _reduce_scatter_ring(
+    x: Operand, kernel: Operand, axis_name: str, axis_size: int, product: Product
+) -> jax.Array:
+    """Two rings in opposite directions, each carrying half of every destination's rows.
+
+    The sum for destination d starts at rank d + 1 (d - 1 in the other direction) and visits every
+    rank once before it arrives. At step s rank r therefore adds its product for destination
+    r - 1 - s (r + 1 + s) to what arrives, which it computed while that was on its way.
+    """
+    rank = lax.axis_index(axis_name)
+    rows = jax.tree.leaves(x)[0].shape[0] // axis_size
+    half = rows // 2
+    up = [(r, (r + 1) % axis_size) for r in range(axis_size)]
+    down = [(r, (r - 1) % axis_size) for r in range(axis_size)]
+
+    def partial_products(step: int) -> tuple[jax.Array, jax.Array]:
+        to_up = lax.rem(rank - 1 - step + 2 * axis_size, axis_size) * rows
+        to_down = lax.rem(rank + 1 + step, axis_size) * rows + half
+        part = jax.tree.map(
+            lambda leaf: jnp.concatenate(
+                [
+                    lax.dynamic_slice_in_dim(leaf, to_up, half),
+                    lax.dynamic_slice_in_dim(leaf, to_down, rows - half),
+                ]
+            ),
+            x,
+        )
+        out = product(part, kernel)
+        return out[:half], out[half:]
+
+    sums = partial_products(0)
+    for step in range(1, axis_size):
+        arriving = lax.ppermute(sums[0], axis_name, up), lax.ppermute(sums[1], axis_name, down)
+        parts = partial_products(step)
+        arriving, parts = lax.optimization_barrier((arriving, parts))
+        sums = arriving[0] + parts[0], arriving[1] + parts[1]
+    return jnp.concatenate(sums)
+
+
+def all_gather_matmul(
+    x: Operand,
+    kernels: Sequence[Operand],
+    axis_name: str,
+    axis_size: int,
+    *,
+    backend: str,
+    out_dtype: jax.typing.DTypeLike,
+    precision: lax.PrecisionLike = None,
+) -> list[jax.Array]:
+    """Products of the rows of all ranks with several kernels that share one gather.
+
+    Args:
+      x: [rows, in], this rank's rows; a quantized x travels as int8 with its scales.
+      kernels: [in, out_i] each, this rank's columns of the kernels.
+      axis_name: mesh axis to gather over.
+      axis_size: its size.
+      backend: "none" (one gather, then the products), "pallas" or "ring".
+      out_dtype: of the results.
+      precision: of float products.
+
+    Returns:
+      One [axis_size * rows, out_i] per kernel.
+    """
+
+    def products(part: Operand) -> list[jax.Array]:
+        implementation = None if backend == "pallas" else "xla"
+        return [
+            multiply(part, k, out_dtype, precision=precision, implementation=implementation)
+            for k in kernels
+        ]
+
+    rows = jax.tree.leaves(x)[0].shape[0]
+    if axis_size == 1:
+        return products(x)
+    if backend == "ring":
+        return _all_gather_ring(x, axis_name, axis_size, products)
+    pieces = num_pieces(rows) if backend == "pallas" else 1
+    return _all_gather_pieces(x, axis_name, axis_size, pieces, products)
+
+
+def _all_gather_pieces(
+    x: Operand,
+    axis_name: str,
+    axis_size: int,
+    pieces: int,
+    products: Callable[[Operand], list[jax.Array]],
+) -> list[jax.Array]:
+    """Gathers row piece i + 1 of every rank while the products of piece i are computed."""
+    rows = jax.tree.leaves(x)[0].shape[0]
+    width = rows // pieces
+
+    def gather(piece: int) -> Operand:
+        return jax.tree.map(
+            lambda leaf: lax.all_gather(
+                leaf[piece * width : (piece + 1) * width], axis_name, tiled=True
+            ),
+            x,
+        )
+
+    part = gather(0)
+    outs = []
+    for piece in range(1, pieces):
+        arriving = gather(piece)
+        out = products(part)
+        part, out = lax.optimization_barrier((arriving, out))
+        outs.append(out)
+    outs.append(products(part))
+    if pieces == 1:
+        return outs[0]
+    # [axis_size * width, out] per piece, to rows in the order of their owners.
+    return [
+        jnp.stack([piece.reshape(axis_size, width, -1) for piece in column], axis=1).reshape(
+            axis_size * rows, -1
+        )
+        for column in zip(*outs, strict=True)
+    ]
+
+
+def _all_gather_ring(
+    x: Operand,
+    axis_name: str,
+    axis_size: int,
+    products: Callable[[Operand], list[jax.Array]],
+) -> list[jax.Array]:
+    """Passes shards on in both directions; what arrived last is multiplied meanwhile."""
+    rank = lax.axis_index(axis_name)
+    rows = jax.tree.leaves(x)[0].shape[0]
+    up = [(r, (r + 1) % axis_size) for r in range(axis_size)]
+    down = [(r, (r - 1) % axis_size) for r in range(axis_size)]
+
+    def shift(shard, permutation):
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis_name, permutation), shard)
+
+    def place(outs, results, owner):
+        start = lax.rem(owner + axis_size, axis_size) * rows
+        return [
+            lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
+            for out, result in zip(outs, results, strict=True)
+        ]
+
+    # Shards in hand, each with the offset of its owner from this rank.
+    held = [(x, 0)]
+    outs = None
+    forward, backward = x, x
+    for step in range(1, axis_size // 2 + 2):
+        arriving = []
+        if 2 * step <= axis_size:
+            forward = shift(forward, up)
+            arriving.append((forward, -step))
+        if 2 * step < axis_size:
+            backward = shift(backward, down)
+            arriving.append((backward, step))
+        stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(s for s, _ in held))
+        results = products(stacked)
+        if arriving:
+            shards, results = lax.optimization_barrier(([s for s, _ in arriving], results))
+            forward, backward = shards[0], shards[-1]
+            arriving = list(zip(shards, (offset for _, offset in arriving), strict=True))
+        if outs is None:
+            outs = [jnp.zeros((axis_size * rows, r.shape[1]), r.dtype) for r in results]
+        for i, (_, offset) in enumerate(held):
+            outs = place(outs, [r[i * rows : (i + 1) * rows] for r in results], rank + offset)
+        held = arriving
+        if not held:
+            break
+    assert outs is not None
+    return outs

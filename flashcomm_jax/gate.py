@@ -1,0 +1,98 @@
+"""Does fusing this product pay? Answered from measured tables, per shape."""
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One rank's product, and where it runs.
+
+    Attributes:
+      tokens: rows, over all ranks.
+      in_features: columns of this rank's activations.
+      out_features: columns of this rank's result.
+      tp: ranks that reduce or gather.
+      row_parallel: reduce-scatter after the product, or all-gather before it.
+      dtype: "bfloat16", "int8", ...
+      device: device kind.
+    """
+
+    tokens: int
+    in_features: int
+    out_features: int
+    tp: int
+    row_parallel: bool
+    dtype: str
+    device: str
+
+    @classmethod
+    def of(cls, shape: Sequence[int], in_features, out_features, layer, context, dtype):
+        """The product of a layer on inputs of a (global) shape."""
+        parallel = context.parallel
+        rows = 1 if len(shape) == 2 else shape[0] // parallel.num_rows(shape[0])
+        name = "int8" if layer.quantized else jnp.dtype(dtype).name
+        device = device_kind(parallel.mesh)
+        return cls(
+            rows * shape[-2],
+            in_features,
+            out_features,
+            parallel.tp,
+            layer._row_parallel,
+            name,
+            device,
+        )
+
+    def __str__(self):
+        """Shape first: what a log line needs."""
+        return f"tokens={self.tokens}, in={self.in_features}, out={self.out_features}, tp={self.tp}"
+
+
+def device_kind(mesh: Any) -> str:
+    """Kind of the devices of a mesh; "" where an abstract mesh does not say."""
+    devices = getattr(mesh, "devices", None)
+    return "" if devices is None else devices.flat[0].device_kind
+
+
+@functools.cache
+def _table() -> list[dict[str, Any]]:
+    file = importlib.resources.files("flashcomm_jax") / "mmrs_measured.json"
+    return json.loads(file.read_text()) if file.is_file() else []
+
+
+def fusion_pays(product: Product, backend: str) -> bool:
+    """Whether the fused form of a product is faster than matmul, then reduce-scatter.
+
+    Args:
+      product: its shape, dtype and device.
+      backend: "pallas" or "ring".
+
+    Returns:
+      What the nearest measured shape (in log space) of the same device kind, dtype, side and
+      backend says. True where nothing of that kind was measured: then the switch decides.
+    """
+    measured = [
+        entry
+        for entry in _table()
+        if entry["device"] == product.device
+        and entry["dtype"] == product.dtype
+        and entry["row_parallel"] == product.row_parallel
+        and entry["backend"] == backend
+    ]
+    if not measured:
+        return True
+
+    def distance(entry):
+        return sum(
+            math.log(entry[key] / getattr(product, key)) ** 2
+            for key in ("tokens", "in_features", "out_features")
+        )
+
+    return min(measured, key=distance)["fused_ms"] < min(measured, key=distance)["unfused_ms"]
