@@ -16,16 +16,16 @@ from fcp_jax.stats import PlanStats
 from fcp_jax.validate import InvalidPlanError, validate_plan
 
 if TYPE_CHECKING:
-    from fcp_jax.attention import attention
     from fcp_jax.check import check_batch
-    from fcp_jax.dispatch import dispatch, undispatch
     from fcp_jax.layers import FCPAttention, FCPAttentionFn, apply_rope
+    from fcp_jax.reshuffle import dispatch, undispatch
+    from fcp_jax.staged_attention import attention
 
 _ON_FIRST_USE = {
-    "attention": "fcp_jax.attention",
+    "attention": "fcp_jax.staged_attention",
     "check_batch": "fcp_jax.check",
-    "dispatch": "fcp_jax.dispatch",
-    "undispatch": "fcp_jax.dispatch",
+    "dispatch": "fcp_jax.reshuffle",
+    "undispatch": "fcp_jax.reshuffle",
     "FCPAttention": "fcp_jax.layers",
     "FCPAttentionFn": "fcp_jax.layers",
     "apply_rope": "fcp_jax.layers",
@@ -57,7 +57,6 @@ register_when_jax_is_imported()
 
 def __getattr__(name: str):
     if name in _ON_FIRST_USE:
-        # The module `attention` would shadow the function of that name in this namespace.
         value = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
         globals()[name] = value
         return value

@@ -48,13 +48,19 @@ def check_batch(
         None if x is None else jnp.reshape(x, (shape.num_rows, -1))
         for x in (segment_ids, positions)
     )
-    if mesh is None:
+    axes = mesh and resolve_axes(plan, mesh, axis_name, batch_axis_name, "")
+    return _check((axes, layout), operands, plan)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _check(static, operands, plan: Plan) -> jax.Array:
+    axes, layout = static
+    if axes is None:
         whole = functools.partial(_flags, first=0, layout=layout)
         flags = for_each_row(
             lambda plan, *xs: whole(plan, *map(_after_nothing, xs)), plan, *operands
         )
         return flags.max()
-    axes = resolve_axes(plan, mesh, axis_name, batch_axis_name, "")
     body = functools.partial(_rank_flags, axes=axes, layout=layout)
     spec = P(axes.rows or None, axes.cp)
     specs = tuple(None if x is None else spec for x in operands)

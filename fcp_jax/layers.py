@@ -6,9 +6,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fcp_jax.attention import attention
 from fcp_jax.mesh import explicit_axes
 from fcp_jax.plan import Plan
+from fcp_jax.staged_attention import attention
 
 
 def apply_rope(x: jax.Array, positions: jax.Array, theta: float = 10000.0) -> jax.Array:

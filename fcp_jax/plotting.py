@@ -91,7 +91,7 @@ def _draw_timeline(axis, plan: Plan, row: int) -> None:
         moving = [(1e3 * a, 1e3 * (b - a)) for a, b in pulls[rank]]
         axis.broken_barh(moving, (rank + 0.15, 0.26), facecolors="tab:red")
     axis.set(
-        title=f"modelled forward: local work (blue), stages, transfers at {LINK_GBPS:.0f} GB/s (red)",
+        title=f"modelled forward: local (blue), stages, transfers at {LINK_GBPS:.0f} GB/s (red)",
         xlabel=f"milliseconds at {KERNEL_TFLOPS:.0f} TFLOP/s",
         ylim=(plan.shape.num_ranks - 0.5, -0.5),
         xlim=(0, None),

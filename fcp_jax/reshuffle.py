@@ -102,6 +102,11 @@ def _with_row_axis(x, num_rows: int, rows: int):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _move(static, leaves, plan: Plan):
+    return _run(static, leaves, plan)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # op by op, shard_map is very slow
+def _run(static, leaves, plan: Plan):
     axes, feature_spec, forward = static
     if axes is None:
         return tuple(_move_on_one_device(x, plan, forward) for x in leaves)

@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fcp_jax import check
-from fcp_jax.dispatch import dispatch, undispatch
 from fcp_jax.exchange import run_groups, send
 from fcp_jax.mesh import Axes, rank_tables, resolve_axes, spmd, table_specs
 from fcp_jax.places import query_ranges, rows_to_places, token_mask
 from fcp_jax.plan import Plan
+from fcp_jax.reshuffle import dispatch, undispatch
 from pallas_kernels import (
     AttentionState,
     TokenMask,
@@ -112,9 +112,11 @@ def attention(
     if no_rows:
         q, k, v = q[None], k[None], v[None]
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    out, lse = _attention(_Call(axes, scale, implementation), q, k, v, plan)
+    call = _Call(axes, scale, implementation, return_lse)
+    out, *lse = _attention(call, q, k, v, plan)
+    lse = lse[0] if return_lse else None
     if no_rows:
-        out, lse = out[0], lse[0]
+        out, lse = jax.tree.map(lambda x: x[0], (out, lse))
     if layout == "caller":
         out = undispatch(out, plan, feature_spec=heads, **moving)
         if return_lse:
@@ -165,11 +167,17 @@ class _Call:
     axes: Axes | None
     scale: float
     implementation: str | None
+    return_lse: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: _Call, q, k, v, plan: Plan):
-    """(out, lse) in the plan's layout; q is [R, N*S*B, heads, head_dim], lse [R, N*S*B, heads]."""
+    """(out, lse) or (out,) in the plan's layout: [R, N*S*B, heads, head_dim], [R, N*S*B, heads]."""
+    return _forward(call, q, k, v, plan)[: 1 + call.return_lse]
+
+
+@functools.partial(jax.jit, static_argnums=0)  # op by op, shard_map is very slow
+def _forward(call: _Call, q, k, v, plan: Plan):
     if call.axes is None:
         return _one_device(call, plan, _one_device_forward, (q, k, v))
     heads, lse_spec = _specs(call.axes)
@@ -179,15 +187,21 @@ def _attention(call: _Call, q, k, v, plan: Plan):
 
 
 def _attention_fwd(call, q, k, v, plan):
-    out, lse = _attention(call, q, k, v, plan)
+    out, lse = _forward(call, q, k, v, plan)
     out, lse = checkpoint_name(out, "fcp_out"), checkpoint_name(lse, "fcp_lse")
-    return (out, lse), (q, k, v, out, lse, plan)
+    return (out, lse)[: 1 + call.return_lse], (q, k, v, out, lse, plan)
 
 
 def _attention_bwd(call, residuals, cotangents):
-    q, k, v, out, lse, plan = residuals
-    dout, dlse = cotangents
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1) - dlse
+    *residuals, plan = residuals
+    return *_backward(call, *residuals, *cotangents, plan=plan), None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(call: _Call, q, k, v, out, lse, dout, dlse=None, *, plan: Plan):
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    if dlse is not None:
+        delta -= dlse
     operands = (q, k, v, dout, lse, delta)
     if call.axes is None:
         grads = _one_device(call, plan, _one_device_backward, operands)
@@ -196,7 +210,7 @@ def _attention_bwd(call, residuals, cotangents):
         specs = (heads, heads, heads, heads, lse_spec, lse_spec, table_specs(plan, call.axes))
         body = functools.partial(_rank_backward, call=call)
         grads = spmd(body, call.axes, specs, (heads, heads, heads))(*operands, plan)
-    return *(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), None
+    return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

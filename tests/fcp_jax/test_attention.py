@@ -1,0 +1,393 @@
+"""fcp.attention against dense float64 attention, on meshes of 1 to 8 devices."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import dense_attention, positions_of, relative_error, segment_ids_of
+
+import fcp_jax as fcp
+
+BLOCK, TOKENS, HEADS, KV_HEADS, DIM = 64, 100, 4, 2, 8
+
+
+def operands(rng, num_tokens, heads=(HEADS, KV_HEADS), dim=DIM, dtype=np.float32):
+    """q, k, v and the cotangent of the output."""
+    sizes = (heads[0], heads[1], heads[1], heads[0])
+    q, k, v, dout = (rng.normal(size=(num_tokens, n, dim)).astype(dtype) for n in sizes)
+    return q, k, v, dout
+
+
+@functools.cache
+def cp_mesh(ranks, kind=AxisType.Explicit):
+    return jax.make_mesh((ranks,), ("cp",), axis_types=(kind,), devices=jax.devices()[:ranks])
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "layout"))
+def value_and_grads(q, k, v, dout, plan, mesh, layout="caller"):
+    def run(q, k, v):
+        return fcp.attention(q, k, v, plan, mesh=mesh, layout=layout, return_lse=True)
+
+    out, pullback, lse = jax.vjp(run, q, k, v, has_aux=True)
+    return out, lse, *pullback(dout)
+
+
+def assert_close(got, want, out_limit=2e-6, grad_limit=1e-5):
+    """`want` from `dense_attention`; the limits are those of float32."""
+    out, lse, *grads = (np.asarray(x) for x in got)
+    want_out, want_lse, *want_grads = want
+    assert relative_error(out, want_out) <= out_limit
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    seen = np.isfinite(want_lse)
+    np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=1e-5, atol=1e-4)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        assert relative_error(grad, want_grad) <= grad_limit
+    hidden = ~seen.any(-1)
+    assert all((x[hidden] == 0).all() for x in (out, *grads))
+
+
+def check(segments, ranks, mesh, **config):
+    config = fcp.PlanConfig(
+        **dict(num_ranks=ranks, tokens_per_rank=TOKENS, block_size=BLOCK, coalesce=3) | config
+    )
+    plan = fcp.make_plan(segments, config)
+    fcp.validate_plan(plan)
+    ids = segment_ids_of(as_segments(segments), config.capacity)
+    args = operands(np.random.default_rng(len(ids)), config.capacity)
+    plan = fcp.pad_plan(plan, WIDE)  # one compile for every example
+    assert_close(value_and_grads(*args, plan, mesh), dense_attention(*args, ids, config.causal))
+
+
+WIDE = (1024, 16, 8, 12, 8)
+
+
+def as_segments(segments):
+    return segments if isinstance(segments, fcp.Segments) else fcp.Segments.from_seqlens(segments)
+
+
+@st.composite
+def segment_lists(draw, capacity):
+    kind = draw(st.sampled_from(["mixed", "giant", "short", "edges", "empty", "gaps"]))
+    if kind == "giant":
+        return [capacity - draw(st.integers(0, 3))]
+    if kind == "empty":
+        return [0] * draw(st.integers(0, 3))
+    sizes = {
+        "short": st.integers(1, 9),
+        "edges": st.sampled_from([1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK]),
+    }.get(kind, st.integers(0, capacity // 2))
+    lengths = draw(st.lists(sizes, min_size=1, max_size=capacity // 8))
+    lengths = np.array(lengths)[np.cumsum(lengths) <= capacity]
+    if kind != "gaps":
+        return lengths
+    room = (capacity - lengths.sum()) // (len(lengths) + 1)
+    starts = np.cumsum(lengths) - lengths + room * np.arange(1, len(lengths) + 1)
+    return fcp.Segments(starts.astype(np.int64), lengths.astype(np.int64))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "causal"), [(1, True), (2, False), (3, True), (4, False), (8, True)]
+)
+def test_any_segments(ranks, causal):
+    @settings(max_examples=12, deadline=None, derandomize=True)
+    @given(segment_lists(ranks * TOKENS))
+    def run(segments):
+        check(segments, ranks, cp_mesh(ranks), causal=causal)
+
+    run()
+
+
+UNEVEN = [333, 1, 64, 65, 63, 0, 128, 5, 20]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("transport", ["static", "shift", "xor"])
+def test_transports_and_axis_types(transport, kind):
+    check(UNEVEN, 8, cp_mesh(8, kind), transport=transport)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("transport", ["static", "shift"])
+def test_baselines(method, transport):
+    check(UNEVEN, 8, cp_mesh(8), method=method, transport=transport)
+
+
+def test_without_a_mesh():
+    check(UNEVEN, 8, None)
+    check([700], 8, None, method="ring", causal=False)
+
+
+def test_transports_dispatch_alike():
+    config = fcp.PlanConfig(8, TOKENS, block_size=BLOCK)
+    x = np.random.default_rng(0).normal(size=(8 * TOKENS, 3)).astype(np.float32)
+    moved = [
+        fcp.dispatch(
+            x,
+            fcp.make_plan(UNEVEN, dataclasses.replace(config, transport=transport)),
+            mesh=cp_mesh(8),
+        )
+        for transport in ("shift", "xor", "static")
+    ]
+    np.testing.assert_array_equal(moved[0], moved[1])
+    np.testing.assert_array_equal(moved[0], moved[2])
+
+
+MESHES = {
+    "dp_cp": (("dp", "cp"), (2, 4)),
+    "cp_tp": (("cp", "tp"), (4, 2)),
+    "dp_cp_tp": (("dp", "cp", "tp"), (2, 2, 2)),
+    "fsdp_dp_cp": (("fsdp", "dp", "cp"), (2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("transport", ["auto", "static"])
+@pytest.mark.parametrize("name", MESHES)
+def test_meshes(name, transport, kind):
+    axis_names, sizes = MESHES[name]
+    mesh = jax.make_mesh(sizes, axis_names, axis_types=(kind,) * len(sizes))
+    axis_size = dict(zip(axis_names, sizes, strict=True))
+    batch = tuple(axis for axis in ("fsdp", "dp") if axis in axis_names)
+    num_rows, ranks = int(np.prod([axis_size[axis] for axis in batch])), axis_size["cp"]
+    config = fcp.PlanConfig(ranks, TOKENS, block_size=BLOCK, coalesce=2, transport=transport)
+    rows = [[ranks * TOKENS - 3], [5] * 20, [64, 65, 3], []][:num_rows]  # very unequal
+    plan = fcp.make_batch_plan(rows, config)
+    fcp.validate_plan(plan)
+    rng = np.random.default_rng(0)
+    args = [operands(rng, config.capacity) for _ in rows]
+    want = [
+        dense_attention(*own, segment_ids_of(as_segments(row), config.capacity), True)
+        for own, row in zip(args, rows, strict=True)
+    ]
+    q, k, v, dout = (np.stack(x) for x in zip(*args, strict=True))
+    if num_rows == 1:
+        q, k, v, dout = q[0], k[0], v[0], dout[0]
+
+    @jax.jit
+    def run(q, k, v, dout, plan):
+        def attend(q, k, v):
+            return fcp.attention(
+                q, k, v, plan, mesh=mesh, batch_axis_name=batch or "dp", return_lse=True
+            )
+
+        out, pullback, lse = jax.vjp(attend, q, k, v, has_aux=True)
+        return out, lse, *pullback(dout)
+
+    got = run(q, k, v, dout, plan)
+    heads = "tp" if "tp" in axis_names else None
+    lead = (batch,) if num_rows > 1 else ()
+    lead_axes = len(lead) + 1
+    assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, P(*lead, "cp", heads)), got[0].ndim)
+    got = [np.asarray(x).reshape(num_rows, config.capacity, *x.shape[lead_axes:]) for x in got]
+    for row in range(num_rows):
+        assert_close([x[row] for x in got], want[row])
+
+
+@pytest.mark.parametrize("heads", [(28, 7), (40, 8), (8, 1), (3, 3)])
+def test_head_counts(heads):
+    config = fcp.PlanConfig(2, TOKENS, block_size=BLOCK)
+    args = operands(np.random.default_rng(0), config.capacity, heads, dim=4)
+    ids = segment_ids_of(as_segments([90, 70]), config.capacity)
+    got = value_and_grads(*args, fcp.make_plan([90, 70], config), cp_mesh(2))
+    assert_close(got, dense_attention(*args, ids, True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_as_good_as_one_device_whatever_the_rank_count(dtype):
+    capacity, lengths = 1024, [700, 7, 200, 64]
+    args = operands(np.random.default_rng(0), capacity, (2, 1), 16)
+    args = [np.asarray(jnp.asarray(x, dtype)) for x in args]
+    ids = segment_ids_of(as_segments(lengths), capacity)
+    want = dense_attention(*args, ids, True)
+    errors = {}
+    for ranks in (1, 2, 8):
+        config = fcp.PlanConfig(ranks, capacity // ranks, block_size=BLOCK, coalesce=2)
+        mesh = None if ranks == 1 else cp_mesh(ranks)
+        out, _, *grads = value_and_grads(*args, fcp.make_plan(lengths, config), mesh)
+        assert all(x.dtype == dtype for x in (out, *grads))
+        pairs = zip((out, *grads), (want[0], *want[2:]), strict=True)
+        errors[ranks] = np.array([relative_error(x, y) for x, y in pairs])
+    assert (errors[1] < 0.01).all() and (errors[1] > 1e-4).all()
+    for ranks in (2, 8):
+        assert (errors[ranks] <= 1.1 * errors[1]).all(), errors
+
+
+def test_dropping_or_swapping_a_transfer_changes_the_result():
+    config = fcp.PlanConfig(4, TOKENS, block_size=BLOCK, transport="xor")
+    plan = fcp.make_plan([400], config)
+    args = operands(np.random.default_rng(0), config.capacity)
+    want = dense_attention(*args, np.ones(400, int), True)
+    assert_close(value_and_grads(*args, plan, cp_mesh(4)), want)
+    sends = np.argwhere(plan.send_slot >= 0)
+    for wrong in (0, 1):  # slot 0 is also what an empty round carries: a dropped transfer
+        table = plan.send_slot.copy()
+        at = next(tuple(i) for i in sends if table[tuple(i)] != wrong)
+        table[at] = wrong
+        bad = dataclasses.replace(plan, send_slot=table)
+        out, _, *grads = value_and_grads(*args, bad, cp_mesh(4))
+        assert relative_error(out, want[0]) > 1e-2
+        assert relative_error(grads[1], want[3]) > 1e-2
+
+
+def test_plan_layout_is_the_caller_layout_between_dispatch_and_undispatch():
+    config = fcp.PlanConfig(4, TOKENS, block_size=BLOCK)
+    plan, mesh = fcp.make_plan(UNEVEN[:3], config), cp_mesh(4)
+    args = operands(np.random.default_rng(0), config.capacity)
+    want = value_and_grads(*args, plan, mesh)
+    moved = fcp.dispatch(args, plan, mesh=mesh)
+    got = value_and_grads(*moved, plan, mesh, layout="plan")
+    for x, y in zip((got[0], *got[2:]), (want[0], *want[2:]), strict=True):
+        np.testing.assert_array_equal(fcp.undispatch(x, plan, mesh=mesh), y)
+
+
+def test_gradient_through_lse():
+    config = fcp.PlanConfig(2, TOKENS, block_size=BLOCK)
+    plan = fcp.make_plan([150], config)
+    q, k, v, _ = operands(np.random.default_rng(0), config.capacity)
+
+    def loss(q, k):
+        _, lse = fcp.attention(q, k, v, plan, mesh=cp_mesh(2), return_lse=True)
+        return jnp.where(jnp.isfinite(lse), lse, 0.0).sum()
+
+    def dense_loss(q, k):
+        scores = jnp.einsum("qhgd,khd->hgqk", q.reshape(200, 2, 2, 8), k)[..., :150, :150]
+        scores = jnp.where(jnp.tri(150, dtype=bool), scores * 8**-0.5, -jnp.inf)
+        return jax.nn.logsumexp(scores, axis=-1).sum()
+
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(q, k) for f in (loss, dense_loss))
+    for x, y in zip(got, want, strict=True):
+        assert relative_error(x, y) < 1e-5
+
+
+def test_transposed_views_and_remat():
+    config = fcp.PlanConfig(2, TOKENS, block_size=BLOCK)
+    plan, mesh = fcp.make_plan([150, 20], config), cp_mesh(2)
+    args = operands(np.random.default_rng(0), config.capacity)
+    want = value_and_grads(*args, plan, mesh)
+    views = [np.asfortranarray(x) for x in args]
+    policy = jax.checkpoint_policies.save_only_these_names("fcp_out", "fcp_lse")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def attend(q, k, v):
+        return fcp.attention(q, k, v, plan, mesh=mesh)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, pullback = jax.vjp(attend, q, k, v)
+        return out, *pullback(dout)
+
+    for x, y in zip(run(*views), (want[0], *want[2:]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_one_trace_serves_many_plans():
+    traces = 0
+
+    @jax.jit
+    def step(q, k, v, plan):
+        nonlocal traces
+        traces += 1
+        return fcp.attention(q, k, v, plan, mesh=cp_mesh(4))
+
+    config = fcp.PlanConfig(4, TOKENS, block_size=BLOCK)
+    q, k, v, _ = operands(np.random.default_rng(0), config.capacity)
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        lengths = rng.integers(1, 120, 6)
+        lengths = lengths[np.cumsum(lengths) <= config.capacity]
+        step(q, k, v, fcp.pad_plan(fcp.make_plan(lengths, config), WIDE))
+    assert traces == 1
+
+
+def test_a_stale_plan_gives_nan_or_raises():
+    config = fcp.PlanConfig(4, TOKENS, block_size=BLOCK)
+    plan, mesh = fcp.make_plan([300, 100], config), cp_mesh(4)
+    q, k, v, _ = operands(np.random.default_rng(0), config.capacity)
+    good = segment_ids_of(as_segments([300, 100]), 400)
+    batches = {
+        "good": (good, positions_of(good), 0),
+        "renamed": (np.where(good == 1, 9, 4).astype(np.int32), positions_of(good), 0),
+        "moved": (segment_ids_of(as_segments([299, 101]), 400), positions_of(good), 1),
+        "joined": (np.ones(400, np.int32), positions_of(good), 1),
+        "padded": (np.where(np.arange(400) < 399, good, 0).astype(np.int32), None, 1),
+        "backwards": (good, positions_of(good)[::-1].copy(), 2),
+        "constant": (None, np.zeros(400, np.int32), 2),
+        "jumping": (None, positions_of(good) * 3 + 1000, 0),
+    }
+
+    @jax.jit
+    def run(q, k, v, plan, ids, positions):
+        kind = dict(segment_ids=ids, positions=positions)
+        out = fcp.attention(q, k, v, plan, mesh=mesh, **kind)
+        return out, fcp.check_batch(plan, mesh=mesh, **kind), fcp.check_batch(plan, **kind)
+
+    for name, (ids, positions, flags) in batches.items():
+        out, on_mesh, on_one = run(q, k, v, plan, ids, positions)
+        assert int(on_mesh) == int(on_one) == flags, name
+        assert bool(jnp.isnan(out).all()) == bool(flags), name
+        if flags:
+            argument = "segment_ids" if flags == 1 else "positions"
+            with pytest.raises(ValueError, match=argument):
+                fcp.attention(q, k, v, plan, mesh=mesh, segment_ids=ids, positions=positions)
+
+
+def test_checks_hold_in_the_plan_layout_too():
+    config = fcp.PlanConfig(4, TOKENS, block_size=BLOCK)
+    plan, mesh = fcp.make_plan([300, 7, 90], config), cp_mesh(4)
+    ids = segment_ids_of(as_segments([300, 7, 90]), 400)
+    moved = fcp.dispatch((ids, positions_of(ids)), plan, mesh=mesh)
+    kind = dict(layout="plan", mesh=mesh)
+    flags = fcp.check_batch(plan, segment_ids=moved[0], positions=moved[1], **kind)
+    assert int(flags) == 0
+    stale = fcp.dispatch(np.roll(ids, 1), plan, mesh=mesh)
+    assert int(fcp.check_batch(plan, segment_ids=stale, **kind)) == 1
+
+
+def bad_calls():
+    x = jnp.zeros
+    yield dict(q=x((4, TOKENS, 4, 8))), "q, k, v must be"
+    yield dict(q=x((2 * TOKENS, 3, 8))), "num_kv_heads must divide"
+    yield dict(q=x((2 * TOKENS + 2, 4, 8))), "q must have leading axes"
+    yield dict(k=x((TOKENS, 2, 8)), v=x((TOKENS, 2, 8))), "k must have leading axes"
+    yield dict(q=x((2 * TOKENS, 4, 16))), "share head_dim"
+    yield dict(q=x((2 * TOKENS, 4, 8), jnp.bfloat16)), "share one dtype"
+    whole = [x((2 * TOKENS, n, 8), jnp.int32) for n in (4, 2, 2)]
+    yield dict(zip("qkv", whole, strict=True)), "share one dtype of float32"
+    yield dict(layout="ring"), "layout must be"
+    yield dict(axis_name="x"), "axis_name must be one of"
+    yield dict(mesh=cp_mesh(4)), "plan is for num_ranks=2, but mesh axis 'cp' has 4"
+    yield dict(segment_ids=np.zeros(7, np.int32)), "segment_ids must hold 200"
+    yield dict(implementation="tpu"), "implementation must be one of"
+    tp = jax.make_mesh((2, 4), ("cp", "tp"))
+    yield dict(mesh=tp), "k has 2 heads, which the 4 devices of mesh axis 'tp' do not divide"
+
+
+def test_bad_calls_name_the_argument():
+    plan = fcp.make_plan([100], fcp.PlanConfig(2, TOKENS, block_size=BLOCK))
+    good = dict(
+        q=jnp.zeros((2 * TOKENS, 4, 8)),
+        k=jnp.zeros((2 * TOKENS, 2, 8)),
+        v=jnp.zeros((2 * TOKENS, 2, 8)),
+        mesh=cp_mesh(2),
+    )
+    for changes, message in bad_calls():
+        call = good | changes
+        q, k, v = (call.pop(name) for name in "qkv")
+        with pytest.raises(ValueError, match=message):
+            fcp.attention(q, k, v, plan, **call)
+
+
+def test_a_plan_of_rows_needs_a_mesh_of_rows():
+    plan = fcp.make_batch_plan([[5], [6]], fcp.PlanConfig(2, TOKENS, block_size=BLOCK))
+    q = jnp.zeros((2, 2 * TOKENS, 2, 8))
+    with pytest.raises(ValueError, match="batch_axis_name must name mesh axes"):
+        fcp.attention(q, q, q, plan, mesh=cp_mesh(2))
+    with pytest.raises(ValueError, match="leading axis of the plan's 2 rows"):
+        fcp.attention(q[0], q[0], q[0], plan, mesh=cp_mesh(2))
