@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-color_edges = None
+from fcp_jax.edge_coloring import color_edges
 
 Round = int | tuple[tuple[int, int], ...]
 """A shift s of the "xor" or "shift" family, or the (src, dst) pairs of a static round."""

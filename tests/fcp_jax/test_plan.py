@@ -123,7 +123,12 @@ def test_a_missing_pair_is_noticed():
 
 @pytest.mark.parametrize(
     ("name", "delta"),
-    [("fragment_row", 1), ("fragment_start", 1), ("fragment_length", -1), ("fragment_hi", 1)],
+    [
+        ("fragment_row", 64 * 8 * 4),
+        ("fragment_start", 1),
+        ("fragment_length", -1),
+        ("fragment_hi", 1),
+    ],
 )
 def test_a_shifted_fragment_is_noticed(name, delta):
     plan = example_plan()
@@ -134,6 +139,17 @@ def test_a_shifted_fragment_is_noticed(name, delta):
 
         with pytest.raises(fcp.InvalidPlanError):
             fcp.validate_plan(broken(plan, name, change))
+
+
+def test_two_fragments_in_one_row_are_noticed():
+    plan = example_plan()
+    for at in range(1, np.count_nonzero(plan.fragment_length)):
+
+        def overlap(table, at=at):
+            table[0, at] = table[0, at - 1]
+
+        with pytest.raises(fcp.InvalidPlanError):
+            fcp.validate_plan(broken(plan, "fragment_row", overlap))
 
 
 def test_a_lost_dispatch_chunk_is_noticed():
