@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from flashcomm_jax.cache import KVCache
-from flashcomm_jax.config import ParallelConfig
-from flashcomm_jax.context import FlashCommContext
+from flashcomm_jax.config import SINGLE_DEVICE, ParallelConfig
+from flashcomm_jax.context import FlashCommContext, is_active
 from flashcomm_jax.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from flashcomm_jax.tokens import per_rank, token_spec, unpad_tokens
 
@@ -140,7 +140,7 @@ class FlashCommAttention(nnx.Module):
         num_kv_heads: int,
         head_dim: int | None = None,
         *,
-        parallel: ParallelConfig = ParallelConfig(),
+        parallel: ParallelConfig = SINGLE_DEVICE,
         rope_theta: float = 10000.0,
         use_bias: bool = False,
         dtype: jax.typing.DTypeLike | None = None,
@@ -218,7 +218,7 @@ class FlashCommAttention(nnx.Module):
         """
         check_cache(cache, *positions.shape)
         q, k, v = column_parallel([self.q_proj, self.k_proj, self.v_proj], x, context)
-        if context is not None and context.active:
+        if is_active(context):
             q, k, v = (unpad_tokens(y, context) for y in (q, k, v))
         check_positions(positions, q)
 
@@ -263,7 +263,6 @@ def attend_per_rank(
     new_lengths: jax.Array | None,
     *,
     sharded: Sequence[bool] = (True, True, True),
-    cache_heads_sharded: bool = True,
 ) -> tuple[jax.Array, KVCache | None]:
     """Runs attention on each rank's own rows and heads.
 
@@ -276,18 +275,16 @@ def attend_per_rank(
       cache: earlier tokens, or None.
       new_lengths: int32 [batch]; all tokens if None.
       sharded: which projections have their features sharded over tp.
-      cache_heads_sharded: whether the cache has.
 
     Returns:
       Output [(rows,) tokens, features] with features sharded over tp, and the new cache.
     """
-    active = context is not None and context.active
     arrays = [*projections, positions]
     if cache is not None:
         if new_lengths is None:
             new_lengths = jnp.full(positions.shape[0], positions.shape[1], jnp.int32)
         arrays += [cache, new_lengths]
-    if parallel.mesh is None or not (active or parallel.explicit or cache is not None):
+    if parallel.mesh is None or not (is_active(context) or parallel.explicit or cache is not None):
         result = local(*arrays)  # the plain layer's program, heads partitioned by the compiler
     else:
         tp = parallel.name(parallel.tp_axis)
@@ -300,9 +297,8 @@ def attend_per_rank(
         in_specs.append(P(rows, None))
         out_specs: Any = token_spec(parallel, first.shape, None, tp)
         if cache is not None:
-            heads = P(rows, None, tp if cache_heads_sharded else None, None)
-            cache_spec = KVCache(heads, heads, P(rows), fresh=cache.fresh)
-            in_specs += [cache_spec, P(rows)]
-            out_specs = (out_specs, dataclasses.replace(cache_spec, fresh=False))
+            cache_specs = cache.specs(parallel, rows)
+            in_specs += [cache_specs, P(rows)]
+            out_specs = (out_specs, dataclasses.replace(cache_specs, fresh=False))
         result = per_rank(local, parallel, in_specs, out_specs)(*arrays)
     return result if cache is not None else (result, None)

@@ -1,11 +1,13 @@
 """Key/value cache of one layer, for prompts of different lengths side by side."""
 
 import dataclasses
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from flashcomm_jax.config import ParallelConfig
+from flashcomm_jax.config import SINGLE_DEVICE, ParallelConfig
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +36,7 @@ class KVCache:
         key_dim: int,
         value_dim: int | None = None,
         *,
-        parallel: ParallelConfig = ParallelConfig(),
+        parallel: ParallelConfig = SINGLE_DEVICE,
         dtype: jax.typing.DTypeLike = jnp.float32,
         shard_heads: bool = True,
     ) -> "KVCache":
@@ -63,6 +65,12 @@ class KVCache:
 
         lengths = parallel.put(jnp.zeros(batch, jnp.int32), rows)
         return cls(zeros(key_dim), zeros(value_dim), lengths, fresh=True)
+
+    def specs(self, parallel: ParallelConfig, rows: Any, *, shard_heads: bool = True) -> Any:
+        """PartitionSpecs in the place of the arrays; `rows` are the axes of the batch."""
+        heads = parallel.name(parallel.tp_axis) if shard_heads else None
+        spec = P(rows, None, heads, None)
+        return dataclasses.replace(self, k=cast(Any, spec), v=spec, lengths=P(rows))
 
     @property
     def max_len(self) -> int:

@@ -1,9 +1,11 @@
 """Matmul + reduce-scatter and all-gather + matmul, plain and overlapped. For use in `shard_map`.
 
 Rows are in destination order: of the rows of x, block d belongs to rank d. The overlapped forms
-rest on one idiom. A transfer is started, the next partial product is computed, and an
-`optimization_barrier` ties the two results: the product can then not sink below the point where
-the transfer must be complete, and the compiler cannot merge the transfers back into one.
+rest on one idiom, `_tie` (an `optimization_barrier`): what it returns is available only when all
+of its arguments are. Tying a transfer to the product computed meanwhile keeps the product from
+sinking below the end of the transfer, and the compiler from merging the transfers into one. Tying
+the input of the next product to the result of this one keeps the compiler from merging the
+products (XLA:GPU joins dots that share an operand) and from running them all first.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +18,8 @@ from flashcomm_jax.products import Quantized, columns, multiply, out_features
 
 Operand = jax.Array | Quantized
 Product = Callable[[Operand, Operand], jax.Array]
+
+_tie = lax.optimization_barrier
 
 # Pieces a product is cut into when each is reduced while the next is computed.
 MAX_PIECES = 4
@@ -75,9 +79,10 @@ def _reduce_scatter_pieces(
     part = product(x, columns(kernel, 0, width))
     done = []
     for start in starts[1:]:
+        x, part = _tie((x, part))
         scattered = lax.psum_scatter(part, axis_name, tiled=True)
         part = product(x, columns(kernel, start, start + width))
-        scattered, part = lax.optimization_barrier((scattered, part))
+        scattered, part = _tie((scattered, part))
         done.append(scattered)
     done.append(lax.psum_scatter(part, axis_name, tiled=True))
     return jnp.concatenate(done, axis=1)
@@ -98,7 +103,7 @@ def _reduce_scatter_ring(
     up = [(r, (r + 1) % axis_size) for r in range(axis_size)]
     down = [(r, (r - 1) % axis_size) for r in range(axis_size)]
 
-    def partial_products(step: int) -> tuple[jax.Array, jax.Array]:
+    def partial_products(x: Operand, step: int) -> jax.Array:
         to_up = lax.rem(rank - 1 - step + 2 * axis_size, axis_size) * rows
         to_down = lax.rem(rank + 1 + step, axis_size) * rows + half
         part = jax.tree.map(
@@ -110,15 +115,16 @@ def _reduce_scatter_ring(
             ),
             x,
         )
-        out = product(part, kernel)
-        return out[:half], out[half:]
+        return product(part, kernel)
 
-    sums = partial_products(0)
+    out = partial_products(x, 0)
+    sums = out[:half], out[half:]
     for step in range(1, axis_size):
+        x, sums = _tie((x, sums))
         arriving = lax.ppermute(sums[0], axis_name, up), lax.ppermute(sums[1], axis_name, down)
-        parts = partial_products(step)
-        arriving, parts = lax.optimization_barrier((arriving, parts))
-        sums = arriving[0] + parts[0], arriving[1] + parts[1]
+        out = partial_products(x, step)
+        arriving, out = _tie((arriving, out))
+        sums = arriving[0] + out[:half], arriving[1] + out[half:]
     return jnp.concatenate(sums)
 
 
@@ -187,7 +193,7 @@ def _all_gather_pieces(
     for piece in range(1, pieces):
         arriving = gather(piece)
         out = products(part)
-        part, out = lax.optimization_barrier((arriving, out))
+        part, out = _tie((arriving, out))
         outs.append(out)
     outs.append(products(part))
     if pieces == 1:
@@ -238,7 +244,7 @@ def _all_gather_ring(
         stacked = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(s for s, _ in held))
         results = products(stacked)
         if arriving:
-            shards, results = lax.optimization_barrier(([s for s, _ in arriving], results))
+            shards, results = _tie(([s for s, _ in arriving], results))
             forward, backward = shards[0], shards[-1]
             arriving = list(zip(shards, (offset for _, offset in arriving), strict=True))
         if outs is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 # The documented names of `mmrs_comm_mode` and the backends they select here.
 BACKENDS = {
@@ -44,6 +44,7 @@ class FlashCommConfig:
     strict: bool = False
 
     def __post_init__(self):
+        """Checks every field."""
         for field in dataclasses.fields(self):
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(
@@ -86,6 +87,7 @@ class ParallelConfig:
     ep_axes: tuple[str, ...] = ("ep",)
 
     def __post_init__(self):
+        """Checks the mesh and that axes differ."""
         if self.mesh is not None and not isinstance(self.mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {self.mesh!r}")
         if len({self.tp_axis, self.dp_axis, self.cp_axis}) != 3:
@@ -151,21 +153,27 @@ class ParallelConfig:
             return {"out_sharding": known, "mesh": self.mesh}
         return {"out_sharding": names, "eager_sharding": False}
 
+    def sharding(self, *names) -> NamedSharding:
+        """The sharding of an array whose axes are split over the named mesh axes."""
+        assert self.mesh is not None
+        return NamedSharding(self.mesh, PartitionSpec(*names))
+
     def put(self, x: jax.Array, *names) -> jax.Array:
         """Constrains an array to a sharding, under either kind of mesh axes."""
         if self.mesh is None:
             return x
-        sharding = jax.sharding.NamedSharding(self.mesh, jax.P(*names))
         if self.explicit:
-            return jax.sharding.reshard(x, sharding)
-        return jax.lax.with_sharding_constraint(x, sharding)
+            return jax.sharding.reshard(x, self.sharding(*names))
+        return jax.lax.with_sharding_constraint(x, self.sharding(*names))
 
     def reshape(self, x: jax.Array, shape: tuple[int, ...], *names) -> jax.Array:
         """Reshapes; on explicit meshes to a named sharding, which types cannot infer."""
         if not self.explicit:
             return x.reshape(shape)
-        sharding = jax.sharding.NamedSharding(self.mesh, jax.P(*names))
-        return jnp.reshape(x, shape, out_sharding=sharding)
+        return jnp.reshape(x, shape, out_sharding=self.sharding(*names))
+
+
+SINGLE_DEVICE = ParallelConfig()
 
 
 def _known(name, axis_names):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -103,6 +103,11 @@ class FlashCommContext:
                 config.strict,
             )
         return cls(parallel, config, stage, num_tokens, padded, local, padded - num_tokens, reason)
+
+
+def is_active(context: FlashCommContext | None) -> TypeGuard[FlashCommContext]:
+    """Whether there is a context, and it is active."""
+    return context is not None and context.active
 
 
 def _inactive_reason(

@@ -95,4 +95,5 @@ def fusion_pays(product: Product, backend: str) -> bool:
             for key in ("tokens", "in_features", "out_features")
         )
 
-    return min(measured, key=distance)["fused_ms"] < min(measured, key=distance)["unfused_ms"]
+    nearest = min(measured, key=distance)
+    return nearest["fused_ms"] < nearest["unfused_ms"]

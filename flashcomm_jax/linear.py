@@ -5,6 +5,7 @@ program.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from flashcomm_jax import gate
 from flashcomm_jax.collective_matmul import all_gather_matmul, matmul_reduce_scatter, num_pieces
-from flashcomm_jax.config import ParallelConfig
+from flashcomm_jax.config import SINGLE_DEVICE, ParallelConfig
 from flashcomm_jax.context import FlashCommContext
 from flashcomm_jax.products import Quantized, multiply, quantize, quantize_kernel
 from flashcomm_jax.reasons import FallbackReason, report
@@ -36,7 +37,7 @@ class _TensorParallelLinear(nnx.Linear):
         in_features: int,
         out_features: int,
         *,
-        parallel: ParallelConfig = ParallelConfig(),
+        parallel: ParallelConfig = SINGLE_DEVICE,
         use_bias: bool = True,
         **kwargs,
     ):
@@ -70,6 +71,7 @@ class _TensorParallelLinear(nnx.Linear):
         self.parallel = parallel
 
     _row_parallel: bool
+    kernel_scale: nnx.Param[jax.Array] | None
 
     @property
     def quantized(self) -> bool:
@@ -90,18 +92,17 @@ class _TensorParallelLinear(nnx.Linear):
     def _operands(self, inputs: jax.Array):
         """Inputs, kernel and bias in the computation's dtype."""
         bias = None if self.bias is None else self.bias[...]
-        if self.quantized:
+        if self.kernel_scale is not None:
             inputs, bias = self.promote_dtype((inputs, bias), dtype=self.dtype)
             return inputs, Quantized(self.kernel[...], self.kernel_scale[...]), bias
         return self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
 
-    def _kernel_spec(self) -> P | Quantized:
+    def _kernel_spec(self) -> Any:
         tp = self.parallel.tp_axis
         if not self.quantized:
             return P(tp, None) if self._row_parallel else P(None, tp)
-        if self._row_parallel:
-            return Quantized(P(None, tp), P(None))
-        return Quantized(P(tp, None), P(tp))
+        specs: Any = (P(None, tp), P(None)) if self._row_parallel else (P(tp, None), P(tp))
+        return Quantized(*specs)
 
     def _original(self, inputs: jax.Array, out_features_axis: str | None) -> jax.Array:
         """The program of the plain layer."""
@@ -111,9 +112,7 @@ class _TensorParallelLinear(nnx.Linear):
         if not parallel.explicit:
             return super().__call__(inputs)
         spec = token_spec(parallel, inputs.shape, None, out_features_axis)
-        return super().__call__(
-            inputs, out_sharding=jax.sharding.NamedSharding(parallel.mesh, spec)
-        )
+        return super().__call__(inputs, out_sharding=parallel.sharding(*spec))
 
     def _original_quantized(self, inputs: jax.Array) -> jax.Array:
         """int8 with the scales of each rank's own columns, reduced after dequantizing."""

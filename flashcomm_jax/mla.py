@@ -16,8 +16,8 @@ from flashcomm_jax.attention import (
     rotary,
 )
 from flashcomm_jax.cache import KVCache
-from flashcomm_jax.config import ParallelConfig
-from flashcomm_jax.context import FlashCommContext
+from flashcomm_jax.config import SINGLE_DEVICE, ParallelConfig
+from flashcomm_jax.context import FlashCommContext, is_active
 from flashcomm_jax.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from flashcomm_jax.tokens import gather_tokens, per_rank, token_spec
 
@@ -40,7 +40,7 @@ class FlashCommMLAAttention(nnx.Module):
         qk_rope_head_dim: int = 64,
         v_head_dim: int = 128,
         gather_latents: bool = False,
-        parallel: ParallelConfig = ParallelConfig(),
+        parallel: ParallelConfig = SINGLE_DEVICE,
         rope_theta: float = 10000.0,
         epsilon: float = 1e-6,
         dtype: jax.typing.DTypeLike | None = None,
@@ -123,11 +123,10 @@ class FlashCommMLAAttention(nnx.Module):
     ) -> tuple[jax.Array, KVCache | None]:
         """Applies the layer; arguments and results are those of `FlashCommAttention`."""
         check_cache(cache, *positions.shape)
-        active = context is not None and context.active
-        if active and not self.gather_latents:
+        if is_active(context) and not self.gather_latents:
             x = gather_tokens(x, context)
         q_latent, kv = self.q_a_proj(x), self.kv_a_proj(x)
-        if active and self.gather_latents:
+        if is_active(context) and self.gather_latents:
             both = gather_tokens(jnp.concatenate([q_latent, kv], axis=-1), context)
             q_latent, kv = jnp.split(both, [q_latent.shape[-1]], axis=-1)
         q_latent = self.q_a_layernorm(q_latent)
@@ -206,13 +205,13 @@ class FlashCommMLAAttention(nnx.Module):
         parallel = self.parallel
         if parallel.mesh is not None:
             batch_axes = parallel.row_axes(positions.shape[0]) or None
-            spec = KVCache(*[P(batch_axes, None, None, None)] * 2, P(batch_axes), cache.fresh)
+            specs = cache.specs(parallel, batch_axes, shard_heads=False)
             tokens = token_spec(parallel, latent.shape)
             local = per_rank(
                 local,
                 parallel,
-                [spec, tokens, tokens, P(batch_axes, None), P(batch_axes)],
-                dataclasses.replace(spec, fresh=False),
+                [specs, tokens, tokens, P(batch_axes, None), P(batch_axes)],
+                dataclasses.replace(specs, fresh=False),
             )
         return local(cache, shared_key, latent, positions, new_lengths)
 

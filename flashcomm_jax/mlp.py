@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from flashcomm_jax.config import ParallelConfig
+from flashcomm_jax.config import SINGLE_DEVICE, ParallelConfig
 from flashcomm_jax.context import FlashCommContext
 from flashcomm_jax.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 
@@ -17,7 +17,7 @@ class FlashCommMLP(nnx.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        parallel: ParallelConfig = ParallelConfig(),
+        parallel: ParallelConfig = SINGLE_DEVICE,
         use_bias: bool = False,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from flashcomm_jax.attention import FlashCommAttention
 from flashcomm_jax.cache import KVCache
-from flashcomm_jax.config import FlashCommConfig, ParallelConfig
-from flashcomm_jax.context import FlashCommContext, Stage
+from flashcomm_jax.config import SINGLE_DEVICE, FlashCommConfig, ParallelConfig
+from flashcomm_jax.context import FlashCommContext, Stage, is_active
 from flashcomm_jax.decoder import FlashCommDecoderLayer
 from flashcomm_jax.linear import ColumnParallelLinear, column_parallel
 from flashcomm_jax.mla import FlashCommMLAAttention
@@ -87,13 +87,11 @@ class VocabParallelEmbed(nnx.Embed):
     ) -> jax.Array:
         """Embeds tokens [(rows,) tokens] to [(rows,) tokens, features]."""
         parallel, tp = self.parallel, self.parallel.tp_axis
-        if context is None or not context.active:
+        if not is_active(context):
             if not parallel.explicit:
                 return super().__call__(inputs)
             spec = token_spec(parallel, (*inputs.shape, self.features))
-            return super().__call__(
-                inputs, out_sharding=jax.sharding.NamedSharding(parallel.mesh, spec)
-            )
+            return super().__call__(inputs, out_sharding=parallel.sharding(*spec))
         widths = [(0, 0)] * (inputs.ndim - 1) + [(0, context.pad_size)]
         inputs = jnp.pad(inputs, widths, constant_values=-1)  # in no rank's vocabulary
         (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
@@ -118,7 +116,7 @@ class FlashCommLlama(nnx.Module):
     """
 
     def __init__(
-        self, config: LlamaConfig, *, parallel: ParallelConfig = ParallelConfig(), rngs: nnx.Rngs
+        self, config: LlamaConfig, *, parallel: ParallelConfig = SINGLE_DEVICE, rngs: nnx.Rngs
     ):
         """Makes the model.
 
@@ -135,7 +133,7 @@ class FlashCommLlama(nnx.Module):
             config.vocab_size, config.hidden_size, parallel=parallel, rngs=rngs, **dtypes
         )
         shared: dict[str, Any] = dict(parallel=parallel, rngs=rngs, **dtypes)
-        layers = []
+        layers: list[Any] = []
         for _ in range(config.num_layers):
             if config.kv_lora_rank:
                 attention = FlashCommMLAAttention(
@@ -185,7 +183,8 @@ class FlashCommLlama(nnx.Module):
     def init_caches(self, batch: int, max_len: int, dtype=None) -> tuple[KVCache, ...]:
         """Empty caches, one per layer; dtype as the computation's if None."""
         dtype = dtype or self.config.dtype or self.config.param_dtype
-        return tuple(layer.self_attn.init_cache(batch, max_len, dtype) for layer in self.layers)
+        layers: Any = self.layers
+        return tuple(layer.self_attn.init_cache(batch, max_len, dtype) for layer in layers)
 
     def __call__(
         self,
@@ -228,7 +227,7 @@ class FlashCommLlama(nnx.Module):
         folded = (rows, batch // rows * length)
         tokens = self.parallel.reshape(tokens, folded, row_axes, None)
         x = self.embed_tokens(tokens, context)
-        new_caches = []
+        new_caches: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
             x, cache = layer(x, context, positions, cache, lengths)
@@ -239,8 +238,8 @@ class FlashCommLlama(nnx.Module):
             last = jnp.maximum(lengths - 1, 0)
             last = self.parallel.reshape(last, (rows, batch // rows), row_axes, None)
             index = starts + last
-            x = _take(x, index, context)
-        elif context is not None:
+            x = take_tokens(x, index, context)
+        elif is_active(context):
             x = gather_tokens(x, context)
         (out,) = column_parallel([self.lm_head], x, context, gathered=True)
         picks = 1 if logits == "last" else length
@@ -249,12 +248,6 @@ class FlashCommLlama(nnx.Module):
             out, out_shape, row_axes, None, self.parallel.name(self.parallel.tp_axis)
         )
         return out, None if caches is None else tuple(new_caches)
-
-
-def _take(x, index, context):
-    if context is None:
-        return jnp.take_along_axis(x, index[..., None], axis=-2)
-    return take_tokens(x, index, context)
 
 
 def load_checkpoint(model: nnx.Module, state: Any) -> nnx.Module:

@@ -6,8 +6,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from flashcomm_jax.config import ParallelConfig
-from flashcomm_jax.context import FlashCommContext
+from flashcomm_jax.config import SINGLE_DEVICE, ParallelConfig
+from flashcomm_jax.context import FlashCommContext, is_active
 from flashcomm_jax.tokens import pad_tokens, per_rank, token_spec
 
 
@@ -60,7 +60,7 @@ class FlashCommMoE(nnx.Module):
         num_experts: int,
         experts_per_token: int,
         *,
-        parallel: ParallelConfig = ParallelConfig(),
+        parallel: ParallelConfig = SINGLE_DEVICE,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -109,15 +109,15 @@ class FlashCommMoE(nnx.Module):
             rngs=rngs,
         )
         init = nnx.initializers.lecun_normal(batch_axis=(0,))
-        wide, narrow = (num_experts, hidden_size, intermediate_size), self._specs()
-        tall = (num_experts, intermediate_size, hidden_size)
-        self.gate = nnx.Param(
-            init(rngs.params(), wide, param_dtype), **parallel.metadata(*narrow[0])
-        )
-        self.up = nnx.Param(init(rngs.params(), wide, param_dtype), **parallel.metadata(*narrow[0]))
-        self.down = nnx.Param(
-            init(rngs.params(), tall, param_dtype), **parallel.metadata(*narrow[1])
-        )
+
+        def kernels(shape, spec):
+            value = init(rngs.params(), shape, param_dtype)
+            return nnx.Param(value, **parallel.metadata(*spec))
+
+        wide, tall = self._specs()
+        self.gate = kernels((num_experts, hidden_size, intermediate_size), wide)
+        self.up = kernels((num_experts, hidden_size, intermediate_size), wide)
+        self.down = kernels((num_experts, intermediate_size, hidden_size), tall)
 
     def _specs(self) -> tuple[P, P]:
         experts = self.parallel.expert_axes or None
@@ -126,8 +126,8 @@ class FlashCommMoE(nnx.Module):
     def __call__(self, x: jax.Array, context: FlashCommContext | None) -> jax.Array:
         """Applies the layer to hidden states [(rows,) tokens, hidden_size]; returns the same."""
         parallel, tp = self.parallel, self.parallel.tp_axis
-        active = context is not None and context.active
-        if active:
+        active = is_active(context)
+        if is_active(context):
             x = pad_tokens(x, context)
         dtype = self.dtype or jnp.result_type(x.dtype, self.gate.dtype)
         kernels = [w[...].astype(dtype) for w in (self.gate, self.up, self.down)]
@@ -147,7 +147,7 @@ class FlashCommMoE(nnx.Module):
         def local(x, router, gate, up, down):
             flat = x.reshape(-1, x.shape[-1]).astype(dtype)
             weights, experts = self._route(flat @ router)
-            if active:
+            if is_active(context):
                 experts = self._drop_padding(experts, x, context)
             for axis in token_axes:
                 flat, weights, experts = (

@@ -65,7 +65,7 @@ def multiply(
     precision: lax.PrecisionLike = None,
     implementation: str | None = "xla",
 ) -> jax.Array:
-    """x @ kernel for two-dimensional operands, accumulated in float32 or int32.
+    """Computes x @ kernel for two-dimensional operands, accumulated in float32 or int32.
 
     Args:
       x: [tokens, in]; quantized here per token where the kernel is quantized and x is not yet.

@@ -43,6 +43,7 @@ class FlashCommFallbackError(ValueError):
     """A fallback under `FlashCommConfig(strict=True)`."""
 
     def __init__(self, reason: FallbackReason, detail: str):
+        """Makes the error of one decision."""
         super().__init__(f"FC1 MMRS skipped: {reason} ({detail})")
         self.reason = reason
 

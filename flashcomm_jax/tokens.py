@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from flashcomm_jax.config import ParallelConfig
-from flashcomm_jax.context import FlashCommContext
+from flashcomm_jax.context import FlashCommContext, is_active
 
 
 def token_spec(parallel: ParallelConfig, shape: Sequence[int], tokens=None, features=None) -> P:
@@ -25,7 +25,7 @@ def token_spec(parallel: ParallelConfig, shape: Sequence[int], tokens=None, feat
 
 
 def per_rank(
-    function: Callable[..., Any], parallel: ParallelConfig, in_specs: Sequence[P], out_specs: Any
+    function: Callable[..., Any], parallel: ParallelConfig, in_specs: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:
     """`shard_map` over the whole mesh, on explicit meshes with inputs brought to `in_specs`.
 
@@ -148,7 +148,7 @@ def gather_tokens(
     return full if keep_padding else unpad_tokens(full, context)
 
 
-def take_tokens(x: jax.Array, index: jax.Array, context: FlashCommContext) -> jax.Array:
+def take_tokens(x: jax.Array, index: jax.Array, context: FlashCommContext | None) -> jax.Array:
     """Picks tokens of each row and gives them to every rank, without gathering the rest.
 
     The LM head of a prefill needs the last token of each sequence and no other.
@@ -156,12 +156,12 @@ def take_tokens(x: jax.Array, index: jax.Array, context: FlashCommContext) -> ja
     Args:
       x: hidden states: token shards if the context is active, else whole.
       index: int32 [(rows,) picks], positions on the unpadded token axis.
-      context: the step's context.
+      context: the step's context, or None.
 
     Returns:
       [(rows,) picks, features].
     """
-    if not context.active:
+    if not is_active(context):
         return jnp.take_along_axis(x, index[..., None], axis=-2)
     parallel = context.parallel
     axis, local = parallel.tp_axis, context.padded_local_num_tokens
