@@ -1,5 +1,7 @@
 """Flax layers: a whole attention block, and an `attention_fn` for `nnx.MultiHeadAttention`."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -155,9 +157,8 @@ class FCPAttention(nnx.Module):
 class FCPAttentionFn(nnx.Module):
     """An `attention_fn` for `nnx.MultiHeadAttention` that attends by a plan.
 
-    `MultiHeadAttention` has no argument for a plan, so the plan is state: set `plan.set_value`
-    inside the jitted step, with the plan as an argument of the step; one trace then serves many
-    plans.
+    `MultiHeadAttention` has no argument for a plan, so the plan is state, set inside the jitted
+    step that takes it as an argument; one trace then serves many plans. Layers may share it.
 
     Example:
       attention_fn = FCPAttentionFn(mesh=mesh)
@@ -165,8 +166,12 @@ class FCPAttentionFn(nnx.Module):
 
       @nnx.jit
       def step(layer, x, plan):
-        layer.attention_fn.set_plan(plan)
-        return layer(x, is_causal=True)
+        with layer.attention_fn.using(plan):
+          return layer(x, is_causal=True)
+
+    Attributes:
+      plan: `nnx.Variable` of the plan, None outside `using`. Whoever sets it for good changes the
+        structure of the state once, which costs one more trace.
     """
 
     def __init__(
@@ -192,9 +197,15 @@ class FCPAttentionFn(nnx.Module):
         )
         self.plan = nnx.Variable(None)
 
-    def set_plan(self, plan: Plan) -> None:
-        """Sets the plan of the next calls."""
+    @contextlib.contextmanager
+    def using(self, plan: Plan):
+        """Sets the plan for the calls inside a `with` block."""
+        before = self.plan.get_value()
         self.plan.set_value(plan)
+        try:
+            yield
+        finally:
+            self.plan.set_value(before)
 
     def __call__(
         self,
@@ -241,7 +252,7 @@ class FCPAttentionFn(nnx.Module):
         del dropout_rng, broadcast_dropout
         plan = self.plan.get_value()
         if plan is None:
-            raise ValueError("plan is not set: call set_plan(plan) inside the step")
+            raise ValueError("plan is not set: call inside `with attention_fn.using(plan):`")
         refused = {"mask": mask, "bias": bias, "precision": precision, "sow_weights": module}
         for name, given in refused.items():
             if given is not None:

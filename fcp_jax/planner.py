@@ -291,7 +291,7 @@ def _work_lists(bucket, row, column, num_buckets: int, num_rows: int):
 
 def _join(plans: list[Plan]) -> Plan:
     """Puts the rows of single-row plans into one, padded to common table sizes."""
-    sizes = tuple(map(max, zip(*(plan.table_sizes for plan in plans), strict=True)))
+    sizes = tuple(max(1, *each) for each in zip(*(p.table_sizes for p in plans), strict=True))
     plans = [pad_plan(plan, sizes) for plan in plans]
     shared = ("trips", "dispatch_trips")
     joined = {

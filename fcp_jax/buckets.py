@@ -1,0 +1,77 @@
+"""Common table sizes for the plans of a run, so that many batches share one compiled program."""
+
+import logging
+import math
+from collections.abc import Iterable
+
+from fcp_jax.plan import Plan, bucket_size, pad_plan
+
+logger = logging.getLogger(__name__)
+
+
+class PlanBuckets:
+    """Pads plans to the largest table sizes seen so far; sizes never shrink.
+
+    A padded table entry costs a few bytes and no work, a table that outgrows its bucket costs a
+    compile. So a table that must grow gets headroom, and `reserve` looks at the first batches of a
+    run before anything is compiled. Plans of the "static" transport still compile one by one:
+    their rounds are part of the program.
+
+    Example:
+      buckets = PlanBuckets()
+      buckets.reserve(make_batch_plan(rows, config) for rows in first_batches)
+      for rows in batches:
+          step(params, batch, buckets.pad(make_batch_plan(rows, config)))
+    """
+
+    def __init__(self, headroom: float = 1.5):
+        """Starts empty.
+
+        Args:
+          headroom: a table that must grow gets room for this many times its rows, at least 1.
+
+        Raises:
+          ValueError: if headroom is below 1 or not finite.
+        """
+        if not 1.0 <= headroom < math.inf:
+            raise ValueError(f"headroom must be a finite number of at least 1, got {headroom}")
+        self._headroom = headroom
+        self._sizes: tuple[int, ...] | None = None
+        self._num_growths = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """What plans are padded to, as in `Plan.table_sizes`; None before the first plan."""
+        return self._sizes
+
+    @property
+    def num_growths(self) -> int:
+        """How often a plan exceeded the sizes that earlier plans were padded to."""
+        return self._num_growths
+
+    def reserve(self, plans: Iterable[Plan]) -> None:
+        """Makes room for plans that are still to come; this counts as no growth."""
+        for plan in plans:
+            self._sizes = self._fit(plan)
+
+    def pad(self, plan: Plan) -> Plan:
+        """Returns the plan at the common sizes, which grow, with a log line, if it exceeds them."""
+        sizes = self._fit(plan)
+        if self._sizes is not None and sizes != self._sizes:
+            self._num_growths += 1
+            logger.info(
+                "plan tables grow from %s to %s (growth %d): the next step compiles again",
+                self._sizes,
+                sizes,
+                self._num_growths,
+            )
+        self._sizes = sizes
+        return pad_plan(plan, sizes)
+
+    def _fit(self, plan: Plan) -> tuple[int, ...]:
+        """The common sizes, with every size that the plan exceeds raised."""
+        have = self._sizes or (0,) * len(plan.table_sizes)
+        return tuple(
+            old if old >= new else bucket_size(math.ceil(new * self._headroom))
+            for old, new in zip(have, plan.table_sizes, strict=True)
+        )
