@@ -71,6 +71,7 @@ def _plan(options: argparse.Namespace) -> int:
         from fcp_jax.plotting import plot_plan
 
         plot_plan(plan, options.plot)
+    assert plan.stats is not None
     figures = {
         **dataclasses.asdict(plan.stats),
         "workload": options.workload,

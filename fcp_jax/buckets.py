@@ -24,7 +24,7 @@ class PlanBuckets:
           step(params, batch, buckets.pad(make_batch_plan(rows, config)))
     """
 
-    def __init__(self, headroom: float = 1.5):
+    def __init__(self, headroom: float = 2.0):
         """Starts empty.
 
         Args:

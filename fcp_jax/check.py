@@ -48,7 +48,9 @@ def check_batch(
         None if x is None else jnp.reshape(x, (shape.num_rows, -1))
         for x in (segment_ids, positions)
     )
-    axes = mesh and resolve_axes(plan, mesh, axis_name, batch_axis_name, "")
+    axes = None
+    if mesh is not None:
+        axes = resolve_axes(plan, mesh, axis_name, batch_axis_name, "")
     return _check((axes, layout), operands, plan)
 
 

@@ -195,7 +195,7 @@ class FCPAttentionFn(nnx.Module):
             layout=layout,
             implementation=implementation,
         )
-        self.plan = nnx.Variable(None)
+        self.plan: nnx.Variable[Plan | None] = nnx.Variable(None)
 
     @contextlib.contextmanager
     def using(self, plan: Plan):

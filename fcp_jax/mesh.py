@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -79,7 +80,7 @@ def resolve_axes(
 def table_specs(plan: Plan, axes: Axes) -> Plan:
     """Returns the plan with the `PartitionSpec` of each table in its place."""
     rows = axes.rows or None
-    specs = {}
+    specs: dict[str, Any] = {}
     for name in TABLES:
         if name in ("trips", "dispatch_trips"):
             specs[name] = P()
@@ -92,7 +93,7 @@ def table_specs(plan: Plan, axes: Axes) -> Plan:
 
 def rank_tables(plan: Plan) -> Plan:
     """Inside `shard_map`: returns the tables of this device's row and rank, those axes removed."""
-    own = {}
+    own: dict[str, Any] = {}
     for name in TABLES:
         table = getattr(plan, name)
         if name.startswith("fragment_"):

@@ -10,6 +10,7 @@ A plan is host data (numpy). Under jit its tables are traced and `PlanShape` is 
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from fcp_jax.rounds import Round
 from fcp_jax.stats import PlanStats
 
 FORMAT_VERSION = 1
+
+Table = Any
+"""np.ndarray on host, jax.Array under jit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +83,21 @@ class Plan:
       stats: what the plan costs; not part of the compile key.
     """
 
-    fragment_row: np.ndarray
-    fragment_start: np.ndarray
-    fragment_length: np.ndarray
-    fragment_lo: np.ndarray
-    fragment_hi: np.ndarray
-    trips: np.ndarray
-    send_slot: np.ndarray
-    recv_block: np.ndarray
-    local_row_starts: np.ndarray
-    local_columns: np.ndarray
-    stage_row_starts: np.ndarray
-    stage_columns: np.ndarray
-    dispatch_trips: np.ndarray
-    dispatch_send: np.ndarray
-    dispatch_recv: np.ndarray
+    fragment_row: Table
+    fragment_start: Table
+    fragment_length: Table
+    fragment_lo: Table
+    fragment_hi: Table
+    trips: Table
+    send_slot: Table
+    recv_block: Table
+    local_row_starts: Table
+    local_columns: Table
+    stage_row_starts: Table
+    stage_columns: Table
+    dispatch_trips: Table
+    dispatch_send: Table
+    dispatch_recv: Table
     shape: PlanShape
     config: PlanConfig | None = None
     stats: PlanStats | None = None
@@ -136,7 +140,7 @@ class Plan:
                     f"{FORMAT_VERSION}: plan again"
                 )
             tables = {name: file[name] for name in TABLES}
-        shape = {
+        shape: dict[str, Any] = {
             key: _tuples(value) if isinstance(value, list) else value
             for key, value in header["shape"].items()
         }

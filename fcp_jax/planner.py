@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -217,7 +218,7 @@ def _joint_static_groups(row_groups: list, num_ranks: int):
 
 def _row_tables(
     lay: _Layout, shape: PlanShape, rounds: Schedule, chunks, dispatch: Schedule
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """The tables of one row, with a leading axis of 1."""
     ranks, slots, block_size = shape.num_ranks, shape.num_slots, shape.block_size
     blocks, segments = lay.blocks, lay.segments
@@ -294,7 +295,7 @@ def _join(plans: list[Plan]) -> Plan:
     sizes = tuple(max(1, *each) for each in zip(*(p.table_sizes for p in plans), strict=True))
     plans = [pad_plan(plan, sizes) for plan in plans]
     shared = ("trips", "dispatch_trips")
-    joined = {
+    joined: dict[str, Any] = {
         name: np.concatenate([getattr(plan, name) for plan in plans])
         for name in TABLES
         if name not in shared

@@ -58,7 +58,7 @@ def _draw_placement(axis, plan: Plan, row: int) -> None:
     pieces = np.bincount(blocks.segment)
     long = np.flatnonzero(pieces > 1)
     long = long[np.argsort(-pieces[long], kind="stable")]
-    palette = colormaps["tab20"].colors
+    palette = [colormaps["tab20"](i) for i in range(20)]
     color = {int(segment): palette[i % len(palette)] for i, segment in enumerate(long)}
     rank, slot = np.divmod(blocks.block, shape.num_slots)
     axis.barh(

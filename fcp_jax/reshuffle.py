@@ -77,7 +77,9 @@ def undispatch(
 
 def _move_tree(x, plan: Plan, mesh, axis_name, batch_axis_name, feature_spec, forward: bool):
     shape = plan.shape
-    axes = mesh and resolve_axes(plan, mesh, axis_name, batch_axis_name, "")
+    axes = None
+    if mesh is not None:
+        axes = resolve_axes(plan, mesh, axis_name, batch_axis_name, "")
     rows = shape.num_ranks * (shape.tokens_per_rank if forward else shape.plan_rows_per_rank)
     leaves, treedef = jax.tree.flatten(x)
     with_rows = [_with_row_axis(leaf, shape.num_rows, rows) for leaf in leaves]

@@ -9,6 +9,7 @@ where the queries live and pushes dk and dv partials back along the reversed rou
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def attention(
     positions: jax.Array | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
-):
+) -> Any:
     r"""Attention of packed segments whose tokens are sharded over a mesh axis.
 
     .. math:: o_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j)\, v_j
@@ -92,9 +93,11 @@ def attention(
         raise ValueError(f'layout must be "caller" or "plan", got {layout!r}')
     rows = shape.tokens_per_rank if layout == "caller" else shape.plan_rows_per_rank
     _check_operands(q, k, v, shape.num_rows, shape.num_ranks * rows, layout)
-    axes = mesh and resolve_axes(plan, mesh, axis_name, batch_axis_name, head_axis_name)
+    axes = None
+    if mesh is not None:
+        axes = resolve_axes(plan, mesh, axis_name, batch_axis_name, head_axis_name)
     if axes and axes.heads:
-        split = mesh.shape[axes.heads]
+        split = axes.mesh.shape[axes.heads]
         for name, x in (("q", q), ("k", k)):
             if x.shape[-2] % split:
                 raise ValueError(
@@ -113,23 +116,23 @@ def attention(
         q, k, v = q[None], k[None], v[None]
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     call = _Call(axes, scale, implementation, return_lse)
-    out, *lse = _attention(call, q, k, v, plan)
-    lse = lse[0] if return_lse else None
-    if no_rows:
-        out, lse = jax.tree.map(lambda x: x[0], (out, lse))
+    out, *lse = (x[0] if no_rows else x for x in _attention(call, q, k, v, plan))
     if layout == "caller":
         out = undispatch(out, plan, feature_spec=heads, **moving)
-        if return_lse:
-            # Places outside every segment come back as 0; as a log-sum-exp that would be a lie.
-            covered = undispatch(jnp.isfinite(lse), plan, feature_spec=heads[:1], **moving)
-            lse = undispatch(lse, plan, feature_spec=heads[:1], **moving)
-            lse = jnp.where(covered, lse, -jnp.inf)
+        # Places outside every segment come back as 0; as a log-sum-exp that would be a lie.
+        lse = [
+            jnp.where(covered, x, -jnp.inf)
+            for x, covered in (
+                undispatch((x, jnp.isfinite(x)), plan, feature_spec=heads[:1], **moving)
+                for x in lse
+            )
+        ]
     if segment_ids is not None or positions is not None:
         flags = check.check_batch(
             plan, segment_ids=segment_ids, positions=positions, layout=layout, **moving
         )
         out = jnp.where(flags == 0, out, jnp.nan)
-    return (out, lse) if return_lse else out
+    return (out, lse[0]) if return_lse else out
 
 
 def _check_operands(q, k, v, num_rows: int, rows: int, layout: str) -> None:

@@ -1,6 +1,7 @@
 """What a plan costs: balance, rounds, bytes, memory."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def transfer_stats(
     moved: np.ndarray,
     num_rounds: int,
     transport: str,
-) -> dict[str, float | int]:
+) -> dict[str, Any]:
     """Computes the balance and byte figures of `PlanStats`.
 
     Args:
