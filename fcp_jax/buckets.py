@@ -8,6 +8,9 @@ from fcp_jax.plan import Plan, bucket_size, pad_plan
 
 logger = logging.getLogger(__name__)
 
+_SMALLEST = 8
+"""Least size of a table: small counts vary most from batch to batch."""
+
 
 class PlanBuckets:
     """Pads plans to the largest table sizes seen so far; sizes never shrink.
@@ -72,6 +75,6 @@ class PlanBuckets:
         """The common sizes, with every size that the plan exceeds raised."""
         have = self._sizes or (0,) * len(plan.table_sizes)
         return tuple(
-            old if old >= new else bucket_size(math.ceil(new * self._headroom))
+            old if old >= new else bucket_size(max(math.ceil(new * self._headroom), _SMALLEST))
             for old, new in zip(have, plan.table_sizes, strict=True)
         )
