@@ -1,6 +1,10 @@
 """Pallas GPU kernels for packed attention and fused matmuls, each with a plain-JAX twin."""
 
-from pallas_kernels.block_attention import block_attention, block_attention_grad
+from pallas_kernels.block_attention import (
+    block_attention,
+    block_attention_grad_kv,
+    block_attention_grad_q,
+)
 from pallas_kernels.work_list import AttentionState, TokenMask, WorkList
 
 __all__ = [
@@ -8,5 +12,6 @@ __all__ = [
     "TokenMask",
     "WorkList",
     "block_attention",
-    "block_attention_grad",
+    "block_attention_grad_kv",
+    "block_attention_grad_q",
 ]

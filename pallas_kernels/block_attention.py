@@ -54,7 +54,7 @@ def block_attention(
     )
 
 
-def block_attention_grad(
+def block_attention_grad_q(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -68,8 +68,8 @@ def block_attention_grad(
     block_size: int,
     scale: float,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of `block_attention` for the block pairs of a work list.
+) -> jax.Array:
+    """Gradient of `block_attention` in its queries, for the block pairs of a work list.
 
     Args:
       q: as in `block_attention`.
@@ -80,14 +80,13 @@ def block_attention_grad(
       delta: float32 [num_q_heads, query_rows], the row sums of out * dout.
       mask: which token pairs count.
       work: block pairs; rows are query blocks, columns are kv blocks.
-      dq: float32, shaped like q: gradients so far, to be added to; None for zero.
+      dq: float32, shaped like q: gradient so far, to be added to; None for zero.
       block_size: rows per block.
       scale: multiplies q.k before the softmax.
       implementation: as in `block_attention`.
 
     Returns:
-      (dq, dk, dv), float32: dq continued; dk and dv, shaped like k and v, for these pairs alone,
-      summed over the query heads that share a kv head.
+      dq continued, float32.
 
     Raises:
       ValueError: if shapes, dtypes or `implementation` do not fit together.
@@ -95,8 +94,52 @@ def block_attention_grad(
     _check(q, k, v, mask, work, block_size)
     if dq is None:
         dq = jnp.zeros(q.shape, jnp.float32)
-    return _implementation(implementation).backward(
+    return _implementation(implementation).backward_q(
         q, k, v, dout, lse, delta, mask, work, dq, block_size=block_size, scale=scale
+    )
+
+
+def block_attention_grad_kv(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    mask: TokenMask,
+    work: WorkList,
+    *,
+    block_size: int,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of `block_attention` in its keys and values, for the pairs of a work list.
+
+    It is apart from `block_attention_grad_q` so that a context-parallel stage can send dk and dv
+    home while dq is computed.
+
+    Args:
+      q: as in `block_attention`.
+      k: as in `block_attention`.
+      v: as in `block_attention`.
+      dout: as in `block_attention_grad_q`.
+      lse: as in `block_attention_grad_q`.
+      delta: as in `block_attention_grad_q`.
+      mask: which token pairs count.
+      work: block pairs; rows are query blocks, columns are kv blocks.
+      block_size: rows per block.
+      scale: multiplies q.k before the softmax.
+      implementation: as in `block_attention`.
+
+    Returns:
+      (dk, dv), float32, shaped like k and v, summed over the query heads that share a kv head.
+
+    Raises:
+      ValueError: if shapes, dtypes or `implementation` do not fit together.
+    """
+    _check(q, k, v, mask, work, block_size)
+    return _implementation(implementation).backward_kv(
+        q, k, v, dout, lse, delta, mask, work, block_size=block_size, scale=scale
     )
 
 

@@ -52,7 +52,7 @@ def forward(
     return AttentionState(*_visit(tile, tuple(state), mask, work, block_size))
 
 
-def backward(
+def backward_q(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -65,30 +65,58 @@ def backward(
     *,
     block_size: int,
     scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Plain-JAX `pallas_kernels.block_attention_grad`."""
+) -> jax.Array:
+    """Plain-JAX `pallas_kernels.block_attention_grad_q`."""
+
+    def tile(dq, q_at, kv_at, size, visible):
+        operands = q, k, v, dout, lse, delta
+        _, dscores = _tile_gradients(*operands, q_at, kv_at, size, visible, scale)
+        dq_part = _dot("hgqk,khd->qhgd", dscores, _rows(k, kv_at, size))
+        return _add_rows(dq, dq_part.reshape(size, *q.shape[1:]), q_at)
+
+    return _visit(tile, dq, mask, work, block_size)
+
+
+def backward_kv(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    mask: TokenMask,
+    work: WorkList,
+    *,
+    block_size: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Plain-JAX `pallas_kernels.block_attention_grad_kv`."""
     group = q.shape[1] // k.shape[1]
 
     def tile(carry, q_at, kv_at, size, visible):
-        dq, dk, dv = carry
+        dk, dv = carry
+        operands = q, k, v, dout, lse, delta
+        weights, dscores = _tile_gradients(*operands, q_at, kv_at, size, visible, scale)
         q_tile, dout_tile = _rows(q, q_at, size, group), _rows(dout, q_at, size, group)
-        k_tile, v_tile = _rows(k, kv_at, size), _rows(v, kv_at, size)
-        by_head = (k.shape[1], group, size)
-        lse_tile = lax.dynamic_slice_in_dim(lse, q_at, size, axis=1).reshape(by_head)
-        delta_tile = lax.dynamic_slice_in_dim(delta, q_at, size, axis=1).reshape(by_head)
-        scores = scale * _dot("qhgd,khd->hgqk", q_tile, k_tile)
-        weights = jnp.exp(jnp.where(visible, scores - _finite(lse_tile)[..., None], -jnp.inf))
-        dweights = _dot("qhgd,khd->hgqk", dout_tile, v_tile)
-        dscores = scale * weights * (dweights - delta_tile[..., None])
-        dq_part = _dot("hgqk,khd->qhgd", dscores, k_tile).reshape(size, *q.shape[1:])
         return (
-            _add_rows(dq, dq_part, q_at),
             _add_rows(dk, _dot("hgqk,qhgd->khd", dscores, q_tile), kv_at),
             _add_rows(dv, _dot("hgqk,qhgd->khd", weights, dout_tile), kv_at),
         )
 
-    zeros = jnp.zeros(k.shape, jnp.float32)
-    return _visit(tile, (dq, zeros, jnp.zeros(v.shape, jnp.float32)), mask, work, block_size)
+    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    return _visit(tile, zeros, mask, work, block_size)
+
+
+def _tile_gradients(q, k, v, dout, lse, delta, q_at, kv_at, size, visible, scale):
+    """Softmax weights and gradients of the scores of one tile, [kv head, group, q, kv]."""
+    group = q.shape[1] // k.shape[1]
+    by_head = (k.shape[1], group, size)
+    lse_tile = lax.dynamic_slice_in_dim(lse, q_at, size, axis=1).reshape(by_head)
+    delta_tile = lax.dynamic_slice_in_dim(delta, q_at, size, axis=1).reshape(by_head)
+    scores = scale * _dot("qhgd,khd->hgqk", _rows(q, q_at, size, group), _rows(k, kv_at, size))
+    weights = jnp.exp(jnp.where(visible, scores - _finite(lse_tile)[..., None], -jnp.inf))
+    dweights = _dot("qhgd,khd->hgqk", _rows(dout, q_at, size, group), _rows(v, kv_at, size))
+    return weights, scale * weights * (dweights - delta_tile[..., None])
 
 
 def _visit(tile, carry, mask: TokenMask, work: WorkList, block_size: int):

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import TokenMask, WorkList, block_attention, block_attention_grad
+from pallas_kernels import (
+    TokenMask,
+    WorkList,
+    block_attention,
+    block_attention_grad_kv,
+    block_attention_grad_q,
+)
 
 BLOCK = 64
 
@@ -100,9 +106,9 @@ def test_against_dense(case, causal, heads):
         delta = (state.out * dout).sum(-1).T
         dq, dk, dv = None, 0, 0
         for work in stages:
-            dq, dk_part, dv_part = block_attention_grad(
-                q, k, v, dout, state.lse, delta, mask, work, dq, **options
-            )
+            operands = q, k, v, dout, state.lse, delta, mask, work
+            dk_part, dv_part = block_attention_grad_kv(*operands, **options)
+            dq = block_attention_grad_q(*operands, dq, **options)
             dk, dv = dk + dk_part, dv + dv_part
         return *state, dq, dk, dv
 
