@@ -10,7 +10,7 @@ from fcp_jax.plan import PlanShape
 from fcp_jax.rounds import Round, permutation
 
 
-def run_groups(
+def run_stages(
     groups: Sequence[Sequence[Round]],
     trips: jax.Array,
     shape: PlanShape,
@@ -32,13 +32,63 @@ def run_groups(
             carry = stage(first, rounds, carry)
             first += 1
         else:
-            offset = first
 
-            def trip(i, carry, offset=offset, rounds=rounds):
-                return stage(offset + i, rounds, carry)
+            def trip(index, carry, rounds=rounds):
+                return stage(index, rounds, carry)
 
-            carry = lax.fori_loop(0, trips[group], trip, carry)
-            first = offset + trips[group]
+            end = first + trips[group]
+            carry = lax.fori_loop(first, end, trip, carry)
+            first = end
+    return carry
+
+
+def run_pipeline(
+    groups: Sequence[Sequence[Round]],
+    trips: jax.Array,
+    shape: PlanShape,
+    pull: Callable,
+    local: Callable,
+    compute: Callable,
+):
+    """Runs all stages, each one's transfers in flight while the stage before it computes.
+
+    The first stage's transfers hide behind `local`. A barrier after each computation keeps XLA,
+    which does not know how long a kernel runs, from waiting for transfers before it. A group
+    prefetches inside its loop but for the last trip, which prefetches for the next group; each
+    group therefore runs at least once.
+
+    Args:
+      groups: rounds of each group.
+      trips: int32 [num_groups], run-time number of stages of each group, at least 1.
+      shape: the plan's.
+      pull: (index, rounds) -> arrivals.
+      local: () -> carry, work that needs no arrivals.
+      compute: (index, rounds, arrivals, carry) -> carry.
+
+    Returns:
+      The last carry.
+    """
+    if not groups:
+        return local()
+    arrivals = pull(0, groups[0])
+    arrivals, carry = lax.optimization_barrier((arrivals, local()))
+    first = 0
+    for group, rounds in enumerate(groups):
+        last = first
+        if shape.transport != "static":
+            last = first + trips[group] - 1
+
+            def trip(index, state, rounds=rounds):
+                arrivals, carry = state
+                following = pull(index + 1, rounds)
+                carry = compute(index, rounds, arrivals, carry)
+                return lax.optimization_barrier((following, carry))
+
+            arrivals, carry = lax.fori_loop(first, last, trip, (arrivals, carry))
+        first = last + 1
+        following = pull(first, groups[group + 1]) if group + 1 < len(groups) else ()
+        carry = compute(last, rounds, arrivals, carry)
+        arrivals, carry = lax.optimization_barrier((following, carry))
     return carry
 
 

@@ -78,6 +78,7 @@ def make_batch_plan(rows: Sequence, config: PlanConfig) -> Plan:
         config.num_ranks,
         transport,
         coalesce,
+        least_trips=1,  # the pipeline prefetches every group's first stage
     )
     chunks = [_dispatch_chunks(lay.moved, block_size) for lay in layouts]
     dispatches = _schedules(
@@ -192,7 +193,9 @@ def _dispatch_chunks(moved: np.ndarray, chunk_size: int):
     return src, dst, occurrence(src * len(moved) + dst)
 
 
-def _schedules(edges: list, num_ranks: int, transport: str, coalesce: int) -> list[Schedule]:
+def _schedules(
+    edges: list, num_ranks: int, transport: str, coalesce: int, least_trips: int = 0
+) -> list[Schedule]:
     """Schedules every row, then makes rows share groups and trips."""
     rows = [schedule(src, dst, num_ranks, transport, coalesce) for src, dst in edges]
     if transport == "static":
@@ -200,7 +203,7 @@ def _schedules(edges: list, num_ranks: int, transport: str, coalesce: int) -> li
         trips = np.ones(len(groups), np.int64)
     else:
         groups = rows[0].groups
-        trips = np.maximum.reduce([row.trips for row in rows])
+        trips = np.maximum.reduce([row.trips for row in rows]).clip(least_trips)
     return [dataclasses.replace(row, groups=groups, trips=trips) for row in rows]
 
 

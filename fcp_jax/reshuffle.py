@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fcp_jax.exchange import run_groups, send
+from fcp_jax.exchange import run_stages, send
 from fcp_jax.mesh import Axes, rank_tables, resolve_axes, spmd, table_specs
 from fcp_jax.places import for_each_row, places_to_rows, rows_to_places
 from fcp_jax.plan import Plan
@@ -221,7 +221,7 @@ def _move_rank(leaves, plan: Plan, *, axes: Axes, forward: bool):
             out = [o.at[rows].set(p, mode="drop") for o, p in zip(out, payloads, strict=True)]
         return out
 
-    out = run_groups(shape.dispatch_groups, plan.dispatch_trips, shape, stage, out)
+    out = run_stages(shape.dispatch_groups, plan.dispatch_trips, shape, stage, out)
     return tuple(x[None] for x in unpack(out))
 
 

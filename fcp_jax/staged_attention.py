@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fcp_jax import check
-from fcp_jax.exchange import run_groups, send
+from fcp_jax.exchange import run_pipeline, send
 from fcp_jax.mesh import Axes, rank_tables, resolve_axes, spmd, table_specs
 from fcp_jax.places import query_ranges, rows_to_places, token_mask
 from fcp_jax.plan import Plan
@@ -29,7 +29,8 @@ from pallas_kernels import (
     TokenMask,
     WorkList,
     block_attention,
-    block_attention_grad,
+    block_attention_grad_kv,
+    block_attention_grad_q,
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -227,35 +228,46 @@ def _specs(axes: Axes) -> tuple[P, P]:
 def _rank_forward(q, k, v, plan: Plan, *, call: _Call):
     """One rank's program; q is [1, S*B, heads, head_dim]."""
     rank = _Rank(call, plan)
-    q, kv = q[0], jnp.concatenate([k[0], v[0]], axis=1)
-    state = block_attention(q, k[0], v[0], rank.own_mask, rank.own_work, **rank.options)
+    q, k, v = q[0], k[0], v[0]
 
-    def stage(index, rounds, state):
-        k, v = jnp.split(rank.pull(kv, index, rounds), 2, axis=1)
+    def local():
+        return block_attention(q, k, v, rank.own_mask, rank.own_work, **rank.options)
+
+    def compute(index, rounds, arrivals, state):
+        k, v = jnp.split(arrivals, 2, axis=1)
         mask, work = rank.stage_mask(index, len(rounds)), rank.stage_work(index)
         return block_attention(q, k, v, mask, work, state, **rank.options)
 
-    state = rank.run(stage, state)
+    state: AttentionState = rank.run(jnp.concatenate([k, v], axis=1), local, compute)
     return state.out.astype(q.dtype)[None], state.lse.T[None]
 
 
 def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
     """One rank's program; operands are [1, S*B, heads, ...]."""
     rank = _Rank(call, plan)
-    q, kv = q[0], jnp.concatenate([k[0], v[0]], axis=1)
+    q, k, v = q[0], k[0], v[0]
     own = (dout[0], lse[0].T, delta[0].T)
-    dq, dk, dv = block_attention_grad(
-        q, k[0], v[0], *own, rank.own_mask, rank.own_work, **rank.options
-    )
 
-    def stage(index, rounds, carry):
+    def local():
+        operands = q, k, v, *own, rank.own_mask, rank.own_work
+        dkv = jnp.concatenate(block_attention_grad_kv(*operands, **rank.options), axis=1)
+        return block_attention_grad_q(*operands, **rank.options), dkv
+
+    def compute(index, rounds, arrivals, carry):
         dq, dkv = carry
-        k, v = jnp.split(rank.pull(kv, index, rounds), 2, axis=1)
+        k, v = jnp.split(arrivals, 2, axis=1)
         mask, work = rank.stage_mask(index, len(rounds)), rank.stage_work(index)
-        dq, dk, dv = block_attention_grad(q, k, v, *own, mask, work, dq, **rank.options)
-        return dq, rank.push(dkv, jnp.concatenate([dk, dv], axis=1), index, rounds)
+        parts = jnp.concatenate(
+            block_attention_grad_kv(q, k, v, *own, mask, work, **rank.options), axis=1
+        )
+        # dk and dv go home while dq is computed: dq must come after them.
+        parts, own_q = lax.optimization_barrier((parts, q))
+        returned = rank.push(parts, rounds)
+        dq = block_attention_grad_q(own_q, k, v, *own, mask, work, dq, **rank.options)
+        returned, dq = lax.optimization_barrier((returned, dq))
+        return dq, rank.add(dkv, returned, index)
 
-    dq, dkv = rank.run(stage, (dq, jnp.concatenate([dk, dv], axis=1)))
+    dq, dkv = rank.run(jnp.concatenate([k, v], axis=1), local, compute)
     dk, dv = jnp.split(dkv, 2, axis=1)
     return dq[None], dk[None], dv[None]
 
@@ -276,9 +288,11 @@ class _Rank:
         self.own_mask = TokenMask(*query_ranges(plan, rows))
         self.own_work = WorkList(plan.local_row_starts, plan.local_columns)
 
-    def run(self, stage, carry):
-        """Folds `stage` over all stages."""
-        return run_groups(self.shape.groups, self.plan.trips, self.shape, stage, carry)
+    def run(self, kv: jax.Array, local, compute):
+        """Runs all stages of own work and of blocks pulled from `kv`, [S*B, 2 * kv heads, dim]."""
+        shape, trips = self.shape, self.plan.trips
+        pull = functools.partial(self._pull, kv)
+        return run_pipeline(shape.groups, trips, shape, pull, local, compute)
 
     def stage_work(self, index) -> WorkList:
         """The work list of a stage; its columns are the stage's rounds."""
@@ -291,7 +305,7 @@ class _Rank:
         rows = jnp.where(blocks < 0, -1, blocks * self.shape.block_size + inside)
         return self.own_mask._replace(kv_index=rows_to_places(self.plan, rows.reshape(-1)))
 
-    def pull(self, kv: jax.Array, index, rounds) -> jax.Array:
+    def _pull(self, kv: jax.Array, index, rounds) -> jax.Array:
         """Sends own blocks through the rounds of a stage; returns what arrives, in order."""
         return jnp.concatenate(
             [
@@ -300,15 +314,16 @@ class _Rank:
             ]
         )
 
-    def push(self, dkv: jax.Array, parts: jax.Array, index, rounds) -> jax.Array:
-        """Sends partial sums back to the owners of a stage's blocks; returns dkv with what came."""
-        size = self.shape.block_size
-        returned = [
-            send(part, round_, self.shape, self.axes, back=True)
-            for part, round_ in zip(
-                parts.reshape(len(rounds), size, *parts.shape[1:]), rounds, strict=True
-            )
+    def push(self, parts: jax.Array, rounds) -> list[jax.Array]:
+        """Sends partial sums back to the owners of a stage's blocks; returns what comes here."""
+        blocks = parts.reshape(len(rounds), self.shape.block_size, *parts.shape[1:])
+        return [
+            send(block, round_, self.shape, self.axes, back=True)
+            for block, round_ in zip(blocks, rounds, strict=True)
         ]
+
+    def add(self, dkv: jax.Array, returned: list[jax.Array], index) -> jax.Array:
+        """Adds what `push` returned to the sums of the blocks that this rank sent."""
         for position, part in enumerate(returned):
             total = self._slot_rows(dkv, index, position) + part
             at = self._first_row(index, position)
@@ -350,18 +365,13 @@ def _one_device_forward(call: _Call, plan: Plan, q, k, v):
 
 def _one_device_backward(call: _Call, plan: Plan, q, k, v, dout, lse, delta):
     work, mask = _whole_work(plan)
-    return block_attention_grad(
-        q,
-        k,
-        v,
-        dout,
-        lse.T,
-        delta.T,
-        mask,
-        work,
-        block_size=plan.shape.block_size,
-        scale=call.scale,
-        implementation=call.implementation,
+    operands = q, k, v, dout, lse.T, delta.T, mask, work
+    options = dict(
+        block_size=plan.shape.block_size, scale=call.scale, implementation=call.implementation
+    )
+    return (
+        block_attention_grad_q(*operands, **options),
+        *block_attention_grad_kv(*operands, **options),
     )
 
 
