@@ -1,0 +1,1 @@
+"""A small language model trained on packed text with context-parallel attention."""
