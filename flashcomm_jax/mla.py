@@ -1,6 +1,7 @@
 """Multi-head latent attention (arXiv 2405.04434, section 2.1) on token shards."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,14 +81,19 @@ class FlashCommMLAAttention(nnx.Module):
             raise ValueError(f"{qk_rope_head_dim=} must be even for rotary positions")
         q_lora_rank = kv_lora_rank if q_lora_rank is None else q_lora_rank
         key_dim = qk_nope_head_dim + qk_rope_head_dim
-        dtypes = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        whole = dict(use_bias=False, kernel_metadata=parallel.metadata(None, None), **dtypes)
-        split = dict(use_bias=False, parallel=parallel, **dtypes)
+        dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        whole: dict[str, Any] = dict(
+            use_bias=False, kernel_metadata=parallel.metadata(None, None), **dtypes
+        )
+        split: dict[str, Any] = dict(use_bias=False, parallel=parallel, **dtypes)
         self.q_a_proj = nnx.Linear(hidden_size, q_lora_rank, **whole)
-        self.q_a_layernorm = nnx.RMSNorm(q_lora_rank, epsilon=epsilon, **dtypes)
+        norm: dict[str, Any] = dict(
+            epsilon=epsilon, scale_metadata=parallel.metadata(None), **dtypes
+        )
+        self.q_a_layernorm = nnx.RMSNorm(q_lora_rank, **norm)
         self.q_b_proj = ColumnParallelLinear(q_lora_rank, num_heads * key_dim, **split)
         self.kv_a_proj = nnx.Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, **whole)
-        self.kv_a_layernorm = nnx.RMSNorm(kv_lora_rank, epsilon=epsilon, **dtypes)
+        self.kv_a_layernorm = nnx.RMSNorm(kv_lora_rank, **norm)
         self.kv_b_proj = ColumnParallelLinear(
             kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), **split
         )

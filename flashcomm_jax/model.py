@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from flashcomm_jax.attention import FlashCommAttention
+from flashcomm_jax.attention import FlashCommAttention, check_cache
 from flashcomm_jax.cache import KVCache
 from flashcomm_jax.config import SINGLE_DEVICE, FlashCommConfig, ParallelConfig
 from flashcomm_jax.context import FlashCommContext, Stage, is_active
@@ -92,6 +92,11 @@ class VocabParallelEmbed(nnx.Embed):
                 return super().__call__(inputs)
             spec = token_spec(parallel, (*inputs.shape, self.features))
             return super().__call__(inputs, out_sharding=parallel.sharding(*spec))
+        if inputs.shape[-1] != context.original_num_tokens:
+            raise ValueError(
+                f"inputs must have original_num_tokens={context.original_num_tokens} tokens a row, "
+                f"got {inputs.shape=}"
+            )
         widths = [(0, 0)] * (inputs.ndim - 1) + [(0, context.pad_size)]
         inputs = jnp.pad(inputs, widths, constant_values=-1)  # in no rank's vocabulary
         (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
@@ -128,7 +133,7 @@ class FlashCommLlama(nnx.Module):
         Raises:
           ValueError: if the shape does not fit the mesh.
         """
-        dtypes = dict(dtype=config.dtype, param_dtype=config.param_dtype)
+        dtypes: dict[str, Any] = dict(dtype=config.dtype, param_dtype=config.param_dtype)
         self.embed_tokens = VocabParallelEmbed(
             config.vocab_size, config.hidden_size, parallel=parallel, rngs=rngs, **dtypes
         )
@@ -162,11 +167,11 @@ class FlashCommLlama(nnx.Module):
                 )
             else:
                 mlp = FlashCommMLP(config.hidden_size, config.intermediate_size, **shared)
-            layers.append(
-                FlashCommDecoderLayer(attention, mlp, config.hidden_size, rngs=rngs, **dtypes)
-            )
+            layers.append(FlashCommDecoderLayer(attention, mlp, config.hidden_size, **shared))
         self.layers = nnx.List(layers)
-        self.norm = nnx.RMSNorm(config.hidden_size, rngs=rngs, **dtypes)
+        self.norm = nnx.RMSNorm(
+            config.hidden_size, scale_metadata=parallel.metadata(None), rngs=rngs, **dtypes
+        )
         self.lm_head = ColumnParallelLinear(
             config.hidden_size, config.vocab_size, use_bias=False, **shared
         )
@@ -222,6 +227,7 @@ class FlashCommLlama(nnx.Module):
         if caches is None:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         else:
+            check_cache(caches[0], batch, length)
             positions = caches[0].positions(length)
         row_axes = self.parallel.row_axes(batch) or None
         folded = (rows, batch // rows * length)

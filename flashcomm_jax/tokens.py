@@ -81,10 +81,9 @@ def pad_tokens(x: jax.Array, context: FlashCommContext) -> jax.Array:
     Raises:
       ValueError: if the token axis has neither the original nor the padded length.
     """
-    tokens = x.shape[-2]
-    if tokens == context.padded_num_tokens:
+    if x.shape[-2] == context.padded_num_tokens:
         return x
-    if tokens != context.original_num_tokens:
+    if x.shape[-2] != context.original_num_tokens:
         raise ValueError(
             f"the token axis must have original_num_tokens={context.original_num_tokens} or "
             f"padded_num_tokens={context.padded_num_tokens} entries, got {x.shape=}"
