@@ -52,26 +52,27 @@ def run_pipeline(
 ):
     """Runs all stages, each one's transfers in flight while the stage before it computes.
 
-    The first stage's transfers hide behind `local`. A barrier after each computation keeps XLA,
-    which does not know how long a kernel runs, from waiting for transfers before it. A group
-    prefetches inside its loop but for the last trip, which prefetches for the next group; each
-    group therefore runs at least once.
+    The first stage's transfers hide behind `local`. A group prefetches inside its loop but for the
+    last trip, which prefetches for the next group; each group therefore runs at least once.
+
+    `local` and `compute` get the arrivals of the stage to come and return them behind a barrier
+    with what they must hide behind: XLA does not know how long a kernel runs, and would otherwise
+    wait for the transfers before it.
 
     Args:
       groups: rounds of each group.
       trips: int32 [num_groups], run-time number of stages of each group, at least 1.
       shape: the plan's.
       pull: (index, rounds) -> arrivals.
-      local: () -> carry, work that needs no arrivals.
-      compute: (index, rounds, arrivals, carry) -> carry.
+      local: following -> (following, carry), work that needs no arrivals.
+      compute: (index, rounds, arrivals, following, carry) -> (following, carry).
 
     Returns:
       The last carry.
     """
     if not groups:
-        return local()
-    arrivals = pull(0, groups[0])
-    arrivals, carry = lax.optimization_barrier((arrivals, local()))
+        return local(())[1]
+    arrivals, carry = local(pull(0, groups[0]))
     first = 0
     for group, rounds in enumerate(groups):
         last = first
@@ -80,15 +81,12 @@ def run_pipeline(
 
             def trip(index, state, rounds=rounds):
                 arrivals, carry = state
-                following = pull(index + 1, rounds)
-                carry = compute(index, rounds, arrivals, carry)
-                return lax.optimization_barrier((following, carry))
+                return compute(index, rounds, arrivals, pull(index + 1, rounds), carry)
 
             arrivals, carry = lax.fori_loop(first, last, trip, (arrivals, carry))
         first = last + 1
         following = pull(first, groups[group + 1]) if group + 1 < len(groups) else ()
-        carry = compute(last, rounds, arrivals, carry)
-        arrivals, carry = lax.optimization_barrier((following, carry))
+        arrivals, carry = compute(last, rounds, arrivals, following, carry)
     return carry
 
 

@@ -230,13 +230,15 @@ def _rank_forward(q, k, v, plan: Plan, *, call: _Call):
     rank = _Rank(call, plan)
     q, k, v = q[0], k[0], v[0]
 
-    def local():
-        return block_attention(q, k, v, rank.own_mask, rank.own_work, **rank.options)
+    def local(following):
+        state = block_attention(q, k, v, rank.own_mask, rank.own_work, **rank.options)
+        return lax.optimization_barrier((following, state))
 
-    def compute(index, rounds, arrivals, state):
+    def compute(index, rounds, arrivals, following, state):
         k, v = jnp.split(arrivals, 2, axis=1)
         mask, work = rank.stage_mask(index, len(rounds)), rank.stage_work(index)
-        return block_attention(q, k, v, mask, work, state, **rank.options)
+        state = block_attention(q, k, v, mask, work, state, **rank.options)
+        return lax.optimization_barrier((following, state))
 
     state: AttentionState = rank.run(jnp.concatenate([k, v], axis=1), local, compute)
     return state.out.astype(q.dtype)[None], state.lse.T[None]
@@ -248,24 +250,25 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
     q, k, v = q[0], k[0], v[0]
     own = (dout[0], lse[0].T, delta[0].T)
 
-    def local():
-        operands = q, k, v, *own, rank.own_mask, rank.own_work
-        dkv = jnp.concatenate(block_attention_grad_kv(*operands, **rank.options), axis=1)
-        return block_attention_grad_q(*operands, **rank.options), dkv
+    def local(following):
+        operands = k, v, *own, rank.own_mask, rank.own_work
+        dkv = jnp.concatenate(block_attention_grad_kv(q, *operands, **rank.options), axis=1)
+        following, dkv, later_q = lax.optimization_barrier((following, dkv, q))
+        return following, (block_attention_grad_q(later_q, *operands, **rank.options), dkv)
 
-    def compute(index, rounds, arrivals, carry):
+    def compute(index, rounds, arrivals, following, carry):
         dq, dkv = carry
-        k, v = jnp.split(arrivals, 2, axis=1)
+        operands = *jnp.split(arrivals, 2, axis=1), *own
         mask, work = rank.stage_mask(index, len(rounds)), rank.stage_work(index)
         parts = jnp.concatenate(
-            block_attention_grad_kv(q, k, v, *own, mask, work, **rank.options), axis=1
+            block_attention_grad_kv(q, *operands, mask, work, **rank.options), axis=1
         )
-        # dk and dv go home while dq is computed: dq must come after them.
-        parts, own_q = lax.optimization_barrier((parts, q))
+        # The pull hides behind dk and dv, and their way home behind dq.
+        following, parts, later_q = lax.optimization_barrier((following, parts, q))
         returned = rank.push(parts, rounds)
-        dq = block_attention_grad_q(own_q, k, v, *own, mask, work, dq, **rank.options)
+        dq = block_attention_grad_q(later_q, *operands, mask, work, dq, **rank.options)
         returned, dq = lax.optimization_barrier((returned, dq))
-        return dq, rank.add(dkv, returned, index)
+        return following, (dq, rank.add(dkv, returned, index))
 
     dq, dkv = rank.run(jnp.concatenate([k, v], axis=1), local, compute)
     dk, dv = jnp.split(dkv, 2, axis=1)
