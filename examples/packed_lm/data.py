@@ -150,6 +150,7 @@ def make_batch(rows: Sequence[Sequence[np.ndarray]], capacity: int) -> Batch:
       capacity: tokens a row, padding included.
     """
     names = ("tokens", "targets", "positions", "segment_ids")
+    arrays: dict[str, np.ndarray]
     arrays = {name: np.zeros((len(rows), capacity), np.int32) for name in names}
     arrays["weights"] = np.zeros((len(rows), capacity), np.float32)
     segments = [Segments.from_seqlens([len(piece) for piece in row]) for row in rows]

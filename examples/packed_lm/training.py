@@ -195,7 +195,7 @@ class Trainer:
         self.num_traces += 1
         loss_and_grad = nnx.value_and_grad(next_token_loss, has_aux=True)
         (loss, flags), grads = loss_and_grad(model, arrays, plan)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         optimizer.update(model, grads)
         return loss, grad_norm, flags
 
