@@ -13,9 +13,11 @@ import os
 import sys
 from pathlib import Path
 
+from fcp_jax.config import METHODS, TRANSPORTS
+
 PRESETS = {
     "demo": dict(
-        model=dict(features=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32)
+        model=dict(features=256, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=64)
         | dict(mlp_features=1152),
         train=dict(steps=30),
         plan=dict(tokens_per_rank=1056, block_size=128),
@@ -34,6 +36,14 @@ PRESETS = {
 }
 
 
+def positive(text: str) -> int:
+    """Parses a positive integer."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"must be positive, got {value}")
+    return value
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Reads the command line; what a preset decides is None unless given."""
     summary, _, details = (__doc__ or "").partition("\n\n")
@@ -43,17 +53,24 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="demo")
     parser.add_argument("--demo", action="store_true", help="compare with one device, draw")
     parser.add_argument("--out", type=Path, default=Path("train_output"), metavar="DIR")
-    parser.add_argument("--steps", type=int, help="length of the learning rate schedule")
-    parser.add_argument("--stop-at", type=int, metavar="STEP", help="stop early, to resume later")
-    parser.add_argument("--dp", type=int, help="data-parallel groups, one row each")
-    parser.add_argument("--cp", type=int, help="context-parallel ranks of a row")
-    parser.add_argument("--tokens-per-rank", type=int)
-    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--steps", type=positive, help="length of the learning rate schedule")
+    parser.add_argument(
+        "--stop-at", type=positive, metavar="STEP", help="stop early, to resume later"
+    )
+    parser.add_argument("--dp", type=positive, help="data-parallel groups, one row each")
+    parser.add_argument("--cp", type=positive, help="context-parallel ranks of a row")
+    parser.add_argument("--tokens-per-rank", type=positive)
+    parser.add_argument("--block-size", type=positive)
     parser.add_argument("--layout", choices=("caller", "plan"))
-    parser.add_argument("--transport", choices=("auto", "static", "xor", "shift"), default="auto")
-    parser.add_argument("--method", default="fcp", help="planner, see fcp_jax.PlanConfig")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto")
+    parser.add_argument("--method", choices=METHODS, default="fcp", help="planner")
     parser.add_argument("--platform", choices=("cpu", "gpu"))
-    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="default: at the end")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=positive,
+        metavar="STEPS",
+        help="default: at the end, never for --demo",
+    )
     parser.add_argument("--resume", action="store_true", help="from the latest in DIR/checkpoints")
     return parser.parse_args(argv)
 
@@ -112,21 +129,25 @@ def main(argv: list[str]) -> None:
 
     trainer = trainer_on(jax.make_mesh((dp, cp), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2))
     checkpoints = arguments.out / "checkpoints"
-    if arguments.resume and trainer.restore(checkpoints):
+    if arguments.resume:
+        if not trainer.restore(checkpoints):
+            sys.exit(f"--resume: there is no checkpoint in {checkpoints}")
         print(f"resumed after step {trainer.step}")
+    first, until = trainer.step, arguments.stop_at or train_config.steps
+    every = arguments.checkpoint_every or (0 if arguments.demo else until)
+    if every and not arguments.resume and checkpoints.exists():
+        sys.exit(f"{checkpoints} holds another run: use --resume, or another --out")
     print(
         f"{trainer.num_parameters:,} parameters, {dp} x {cp} devices ({jax.default_backend()}), "
         f"{dp} x {plan_config.capacity} tokens a step, layout {model_config.layout!r}"
     )
-    first, until = trainer.step, arguments.stop_at or train_config.steps
-    every = arguments.checkpoint_every or until
 
     def train(trainer, save: bool) -> list:
         records = []
         for record in trainer.run(until):
             print(report.progress_line(record, train_config.steps), flush=True)
             records.append(record)
-            if save and (trainer.step % every == 0 or trainer.step == until):
+            if save and every and (trainer.step % every == 0 or trainer.step == until):
                 trainer.save(checkpoints)
         return records
 

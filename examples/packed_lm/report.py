@@ -136,7 +136,7 @@ def draw_losses(curves: dict[str, Sequence[float]], path: Path) -> None:
         difference = np.abs(np.array(losses) - base) / np.abs(base)
         bottom.semilogy(steps, np.maximum(difference, 1e-9), ".-", color="tab:red")
         bottom.axhline(1e-4, color="0.5", linestyle="--", linewidth=1)
-        bottom.set(ylabel="relative\ndifference", ylim=(5e-10, 1e-3))
+        bottom.set(ylabel="relative difference\n(0 drawn as 1e-9)", ylim=(5e-10, 1e-3))
     bottom.set(xlabel="step")
     top.set(ylabel="loss, nats a byte", title="Next-byte loss on packed text")
     top.grid(alpha=0.3)

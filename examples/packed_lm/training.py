@@ -166,7 +166,8 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Writes a checkpoint of parameters, optimizer and step number."""
-        with ocp.CheckpointManager(directory.absolute()) as manager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=3)
+        with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
             manager.save(self.step, args=ocp.args.StandardSave(self._state()))
 
     def restore(self, directory: Path) -> bool:

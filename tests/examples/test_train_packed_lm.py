@@ -12,8 +12,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from packed_lm.data import PackedCorpus, make_batch, pack, standard_library
-from packed_lm.model import ModelConfig
+from packed_lm.model import Decoder, ModelConfig, next_token_loss
 from packed_lm.training import TrainConfig, Trainer, ranks_per_segment
+from train_packed_lm import PRESETS
 
 import fcp_jax as fcp
 
@@ -44,10 +45,17 @@ def leaves(trainer):
 
 
 @pytest.fixture(scope="module")
-def straight(corpus):
-    """Six steps on the mesh: (losses, state, trainer)."""
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, checkpoints):
+    """Six steps on the mesh, with a checkpoint after three: (records, state, trainer)."""
     trainer = trainer_for(corpus)
-    records = list(trainer.run(6))
+    records = list(trainer.run(3))
+    trainer.save(checkpoints)
+    records += trainer.run(6)
     return records, leaves(trainer), trainer
 
 
@@ -124,17 +132,13 @@ def test_layouts_and_transports_train_alike(corpus, straight, variant):
     assert (len(shapes) > 1) == (variant.get("transport") == "static")
 
 
-def test_resuming_continues_bit_for_bit(corpus, straight, tmp_path):
+def test_resuming_continues_bit_for_bit(corpus, straight, checkpoints):
     records, state, _ = straight
-    first = trainer_for(corpus)
-    losses = [record.loss for record in first.run(3)]
-    first.save(tmp_path)
-    second = trainer_for(corpus)
-    assert not second.restore(tmp_path / "nothing")
-    assert second.restore(tmp_path) and second.step == 3
-    losses += [record.loss for record in second.run(6)]
-    assert losses == [record.loss for record in records]
-    for got, want in zip(leaves(second), state, strict=True):
+    resumed = trainer_for(corpus)
+    assert not resumed.restore(checkpoints / "nothing")
+    assert resumed.restore(checkpoints) and resumed.step == 3
+    assert [r.loss for r in resumed.run(6)] == [r.loss for r in records[3:]]
+    for got, want in zip(leaves(resumed), state, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -184,7 +188,7 @@ def test_very_unequal_rows_against_dense_attention():
 
 def test_demo_leaves_numbers_and_pictures(tmp_path):
     script = REPOSITORY / "examples" / "train_packed_lm.py"
-    size = ("--tokens-per-rank", 128, "--block-size", 64, "--steps", 2)
+    size = ("--tokens-per-rank", 128, "--block-size", 64, "--steps", 2, "--checkpoint-every", 1)
     printed = run_python(script, "--demo", "--out", tmp_path, *size, timeout=400)
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["parameters"] >= 2_000_000
@@ -197,3 +201,19 @@ def test_demo_leaves_numbers_and_pictures(tmp_path):
     for picture in ("plan.png", "loss.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "checkpoints" / "2").is_dir()
+
+
+def test_the_1b_preset_is_of_that_size_and_traces():
+    preset = PRESETS["1b"]
+    config = ModelConfig(**preset["model"])
+    mesh = jax.make_mesh(preset["mesh"], ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)
+    model = nnx.eval_shape(lambda: Decoder(config, mesh, rngs=nnx.Rngs(0)))
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    assert 0.95e9 < size < 1.3e9
+    plan_config = fcp.PlanConfig(mesh.shape["cp"], **preset["plan"])
+    batch = make_batch([[np.zeros(plan_config.capacity - 5, np.uint8)]], plan_config.capacity)
+    plan = fcp.make_batch_plan(batch.segments, plan_config)
+    loss_and_grad = nnx.value_and_grad(next_token_loss, has_aux=True)
+    (loss, _), grads = nnx.eval_shape(loss_and_grad, model, batch.arrays, plan)
+    assert loss.dtype == np.float32
+    assert sum(leaf.size for leaf in jax.tree.leaves(grads)) == size
