@@ -67,16 +67,33 @@ def _table() -> list[dict[str, Any]]:
     return json.loads(file.read_text()) if file.is_file() else []
 
 
+def overlapped_ms(parts_ms: float, wire_ms: float, stages: int) -> float:
+    """Time of a product in equal stages whose transfers hide behind the next (or last) stage.
+
+    Args:
+      parts_ms: time of all partial products.
+      wire_ms: time of all transfers.
+      stages: parts; a first (or last) transfer has nothing to hide behind.
+
+    Returns:
+      parts + wire, less what overlaps.
+    """
+    return parts_ms + wire_ms - (stages - 1) / stages * min(parts_ms, wire_ms)
+
+
 def fusion_pays(product: Product, backend: str) -> bool:
-    """Whether the fused form of a product is faster than matmul, then reduce-scatter.
+    """Whether the fused form of a product is faster than product and collective in turn.
+
+    The time of the products is measured (whole, and in parts); the time on the wire is that of
+    the table's link. The nearest measured shape (in log space) of the same device kind, dtype,
+    side and backend answers.
 
     Args:
       product: its shape, dtype and device.
       backend: "pallas" or "ring".
 
     Returns:
-      What the nearest measured shape (in log space) of the same device kind, dtype, side and
-      backend says. True where nothing of that kind was measured: then the switch decides.
+      True also where nothing of that kind was measured: then the switch decides.
     """
     measured = [
         entry
@@ -96,4 +113,6 @@ def fusion_pays(product: Product, backend: str) -> bool:
         )
 
     nearest = min(measured, key=distance)
-    return nearest["fused_ms"] < nearest["unfused_ms"]
+    wire_ms = nearest["wire_bytes"] / nearest["link_gigabytes_per_second"] / 1e6
+    fused_ms = overlapped_ms(nearest["parts_ms"], wire_ms, nearest["stages"])
+    return fused_ms < nearest["whole_ms"] + wire_ms

@@ -139,11 +139,11 @@ ENTRY %main (p: bf16[8,4]) -> bf16[1,4] {
   %ag-start = (bf16[8,4]{1,0}, bf16[64,4]{1,0}) all-gather-start(%p), replica_groups=[1,8]<=[8]
   %gemm.1 = bf16[8,4]{1,0} fusion(%p), kind=kCustom, calls=%gemm_fusion_dot.1
   %ag-done = bf16[64,4]{1,0} all-gather-done(%ag-start)
-  %rs-start = ((bf16[64,4]{1,0}), bf16[8,4]{1,0}) reduce-scatter-start(%x), replica_groups=mesh['tp'=8] {'tp'}
+  %rs = ((bf16[64,4]), bf16[8,4]) reduce-scatter-start(%x), replica_groups=mesh['tp'=8] {'tp'}
   %k = (bf16[8,4]{1,0}, s8[4]{0}) custom-call(%p, %gemm.1), custom_call_target="__cublas$gemm"
-  %rs-done = bf16[8,4]{1,0} reduce-scatter-done(%rs-start)
-  %cp-start = (bf16[8,4], bf16[8,4], u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}
-  %cp-done = bf16[8,4]{1,0} collective-permute-done(%cp-start)
+  %rs-done = bf16[8,4]{1,0} reduce-scatter-done(%rs)
+  %cp = (bf16[8,4], bf16[8,4], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}
+  %cp-done = bf16[8,4]{1,0} collective-permute-done(%cp)
   ROOT %ar = bf16[8,4]{1,0} all-reduce(%gemm.1), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
 }
 """

@@ -133,7 +133,8 @@ def missing_context(helpers):
 def slower(helpers, **changes):
     original = gate._table
     entry = dict(device="cpu", dtype="float32", row_parallel=True, backend="pallas")
-    entry |= dict(tokens=16, in_features=2, out_features=8, fused_ms=2.0, unfused_ms=1.0)
+    entry |= dict(tokens=16, in_features=2, out_features=8, stages=4)
+    entry |= dict(whole_ms=1.0, parts_ms=2.0, wire_bytes=10**6, link_gigabytes_per_second=1.0)
     gate._table = lambda: [entry]
     try:
         row_layer(helpers, **changes)
