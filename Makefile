@@ -28,6 +28,13 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.planner
 
+# Compiles for H200s and reads the schedules; needs no GPU, but the 4 GB of the CUDA plugin.
+check-gpu-schedule:
+	python=$$(PYTHON="$(PYTHON)" ./tools/find_python.sh) && "$$python" -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --requirement requirements.lock "jax[cuda13]==0.11.2"
+	.venv-gpu/bin/python -m pip install --quiet --no-deps --editable .
+	.venv-gpu/bin/python -m pytest -m gpu_schedule tests
+
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel
 

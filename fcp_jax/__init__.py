@@ -8,7 +8,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 from fcp_jax._pytree import register_when_jax_is_imported
+from fcp_jax.buckets import PlanBuckets
 from fcp_jax.config import PlanConfig
+from fcp_jax.gpu import gpu_compiler_options
 from fcp_jax.plan import Plan, PlanShape, bucket_size, pad_plan
 from fcp_jax.planner import make_batch_plan, make_plan
 from fcp_jax.segments import Segments
@@ -36,6 +38,7 @@ __all__ = [
     "FCPAttentionFn",
     "InvalidPlanError",
     "Plan",
+    "PlanBuckets",
     "PlanConfig",
     "PlanShape",
     "PlanStats",
@@ -45,6 +48,7 @@ __all__ = [
     "bucket_size",
     "check_batch",
     "dispatch",
+    "gpu_compiler_options",
     "make_batch_plan",
     "make_plan",
     "pad_plan",

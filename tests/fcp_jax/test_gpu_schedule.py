@@ -1,0 +1,82 @@
+"""Overlap, read off programs compiled for H200s: needs the CUDA plugin, but no GPU.
+
+Run by `make check-gpu-schedule`. In the strings below S starts a transfer, D waits for it, P is a
+synchronous one and W a loop: every kernel call is one here, as are small index searches.
+"""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fcp_jax as fcp
+from fcp_jax.mesh import resolve_axes, table_specs
+from fcp_jax.workloads import sample_seqlens
+
+pytestmark = pytest.mark.gpu_schedule
+TARGET = pathlib.Path(__file__).parents[1] / "helpers" / "h200.txtpb"
+MARKS = {
+    "collective-permute-start(": "S",
+    "collective-permute-done(": "D",
+    "collective-permute(": "P",
+    " while(": "W",
+}
+TOKENS = 4096
+
+
+def compile_for(num_ranks):
+    hosts = max(num_ranks // 8, 1)
+    topology = topologies.get_topology_desc(
+        "",
+        platform="cuda",
+        target_config=TARGET.read_text(),
+        topology=f"1x{hosts}x{num_ranks // hosts}",
+    )
+    mesh = Mesh(np.array(topology.devices), ("cp",), axis_types=(AxisType.Auto,))
+    config = fcp.PlanConfig(num_ranks, TOKENS, block_size=512)
+    seqlens = sample_seqlens("lognormal", num_ranks=num_ranks, tokens_per_rank=TOKENS)
+    plan = fcp.make_plan(seqlens, config)
+
+    def placed(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    q, k = (placed((num_ranks * TOKENS, n, 128), jnp.bfloat16, P("cp")) for n in (8, 2))
+    specs = table_specs(plan, resolve_axes(plan, mesh, "cp", "dp", "tp"))
+    tables = jax.tree.map(lambda x, spec: placed(x.shape, x.dtype, spec), plan, specs)
+
+    def step(q, k, v, dout, plan):
+        out, pullback = jax.vjp(lambda *x: fcp.attention(*x, plan, mesh=mesh), q, k, v)
+        return out, pullback(dout)
+
+    options = fcp.gpu_compiler_options(plan) | {"xla_gpu_autotune_level": 0}
+    return plan, jax.jit(step).lower(q, k, k, q, tables).compile(compiler_options=options)
+
+
+def schedules(text):
+    """The marks of every computation that has transfers; the entry comes last."""
+    found = []
+    for body in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\) -> .*\{)", text):
+        lines = [line for line in body.splitlines()[1:] if "=" in line]
+        marks = [next((m for key, m in MARKS.items() if key in line), "") for line in lines]
+        if set(marks) & {"S", "P"}:
+            found.append("".join(marks))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [8, 32, 64])
+def test_transfers_start_before_the_kernel_and_finish_after_it(num_ranks):
+    plan, compiled = compile_for(num_ranks)
+    *bodies, _ = schedules(compiled.as_text())
+    assert not any("P" in body for body in bodies)
+    forward = [body for body in bodies if re.fullmatch(r"S+W+D+", body)]
+    backward = [body for body in bodies if re.fullmatch(r"S+W+S?D+S+W+D+", body)]
+    for rounds, body in zip(plan.shape.groups, forward, strict=True):
+        assert body.count("S") == body.count("D") == len(rounds)
+    for rounds, body in zip(plan.shape.groups, backward, strict=True):
+        assert body.count("S") == body.count("D") == 2 * len(rounds)
