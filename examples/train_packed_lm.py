@@ -75,13 +75,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def choose_devices(platform: str, count: int) -> None:
-    """Sets up the backend; must run before anything imports jax."""
-    if platform == "gpu":
-        return
-    flag = f"--xla_force_host_platform_device_count={count}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+def use_host_devices(count: int) -> None:
+    """Makes jax see `count` CPU devices; must run before anything imports jax."""
+    add_xla_flags({"xla_force_host_platform_device_count": count})
     os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def add_xla_flags(options: dict) -> None:
+    """Adds flags to the environment; XLA reads it when the first device is asked for."""
+    flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 
 def main(argv: list[str]) -> None:
@@ -89,7 +92,9 @@ def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     preset = PRESETS[arguments.preset]
     dp, cp = arguments.dp or preset["mesh"][0], arguments.cp or preset["mesh"][1]
-    choose_devices(arguments.platform or preset["platform"], dp * cp)
+    platform = arguments.platform or preset["platform"]
+    if platform == "cpu":
+        use_host_devices(dp * cp)
 
     import jax
     from jax.sharding import AxisType
@@ -123,6 +128,9 @@ def main(argv: list[str]) -> None:
         long_segment=min(2 * plan_config.tokens_per_rank + 1, plan_config.capacity),
         seed=train_config.seed,
     )
+    if platform == "gpu":
+        first_plan = fcp.make_batch_plan(corpus.batch(0).segments, plan_config)
+        add_xla_flags(fcp.gpu_compiler_options(first_plan))
 
     def trainer_on(mesh):
         return Trainer(model_config, train_config, plan_config, corpus, mesh)
@@ -147,6 +155,8 @@ def main(argv: list[str]) -> None:
         for record in trainer.run(until):
             print(report.progress_line(record, train_config.steps), flush=True)
             records.append(record)
+            if arguments.demo and record.widest_segment < min(3, cp):
+                raise RuntimeError(f"no segment of step {record.step} is on three ranks or more")
             if save and every and (trainer.step % every == 0 or trainer.step == until):
                 trainer.save(checkpoints)
         return records

@@ -172,6 +172,8 @@ class Trainer:
 
     def restore(self, directory: Path) -> bool:
         """Continues from the latest checkpoint; returns whether there was one."""
+        if not directory.exists():
+            return False
         with ocp.CheckpointManager(directory.absolute()) as manager:
             step = manager.latest_step()
             if step is None:
