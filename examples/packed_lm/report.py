@@ -60,7 +60,7 @@ def write(directory: Path, trainer: Trainer, runs: dict[str, list[StepRecord]]) 
       trainer: of the first run, after it.
       runs: the steps of each run by name; others than the first are compared with it.
     """
-    (name, records), *others = runs.items()
+    (_, records), *others = runs.items()
     if not records:
         print(f"nothing to do: {trainer.step} steps are done")
         return

@@ -158,7 +158,8 @@ class Trainer:
                 seconds=now - ended,
                 plan_seconds=plan_seconds,
                 widest_segment=max(
-                    int(ranks_per_segment(plan, row).max()) for row in range(len(batch.segments))
+                    int(ranks_per_segment(plan, row).max(initial=0))
+                    for row in range(len(batch.segments))
                 ),
                 compiled=self.num_traces > traces,
             )
