@@ -25,6 +25,7 @@ def plot_plan(plan: Plan, path, *, row: int = 0) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     ranks = plan.shape.num_ranks
     height = min(max(0.34 * ranks, 2.2), 12.0)
@@ -33,6 +34,8 @@ def plot_plan(plan: Plan, path, *, row: int = 0) -> None:
     )
     _draw_placement(left, plan, row)
     _draw_timeline(right, plan, row)
+    for axis in (left, right):
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(_title(plan))
     figure.savefig(path, dpi=110)
     plt.close(figure)
