@@ -1,7 +1,6 @@
 """Cutting segments into blocks: the unit that is placed on a rank and sent to another.
 
-A block holds up to `block_size` tokens as fragments, each a run of one segment. Long segments give
-full blocks; what is left over shares blocks with short segments (paper: Block Distributor).
+A block holds up to `block_size` tokens as fragments, each a run of one segment.
 """
 
 import dataclasses
@@ -45,78 +44,6 @@ class Blocks:
         base = np.repeat((ends - length)[firsts], np.diff(firsts, append=len(block)))
         num_blocks = int(block[-1]) + 1 if len(block) else 0
         return cls(block_size, num_blocks, block, ends - length - base, start, length, segment)
-
-
-def cut_blocks(segments: Segments, block_size: int, max_blocks: int) -> Blocks:
-    """Cuts segments into full blocks and packs the remainders.
-
-    Remainders go into blocks by first-fit decreasing. Where that would take more than `max_blocks`,
-    they are laid end to end and cut at block boundaries instead, which wastes nothing.
-
-    Args:
-      segments: what to cut.
-      block_size: rows a block.
-      max_blocks: blocks there is room for; at least ceil(num_tokens / block_size).
-
-    Returns:
-      Full blocks in packed order, then the shared ones.
-    """
-    full = segments.lengths // block_size
-    num_full = int(full.sum())
-    owner = np.repeat(np.arange(len(segments)), full)
-    within = np.arange(num_full) - np.repeat(np.cumsum(full) - full, full)
-    tail = segments.lengths - full * block_size
-    tail_segment = np.flatnonzero(tail)
-    tail = tail[tail_segment]
-    tail_start = segments.ends[tail_segment] - tail
-
-    bins = _first_fit_decreasing(tail, block_size)
-    if num_full + bins.max(initial=-1) + 1 > max_blocks:
-        bins, tail_start, tail, tail_segment = _end_to_end(
-            tail_start, tail, tail_segment, block_size
-        )
-    return Blocks.from_fragments(
-        block_size,
-        np.concatenate([np.arange(num_full), num_full + bins]),
-        np.concatenate([segments.starts[owner] + within * block_size, tail_start]),
-        np.concatenate([np.full(num_full, block_size), tail]),
-        np.concatenate([owner, tail_segment]),
-    )
-
-
-def _first_fit_decreasing(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Returns the bin of each item (Johnson 1973), in O(n log n) through a tree of free space."""
-    count = len(sizes)
-    leaves = 1 << max(count - 1, 0).bit_length()
-    free = [room] * (2 * leaves)  # free[i] is the largest free space below tree node i
-    bins = np.zeros(count, np.int64)
-    for item in np.argsort(-sizes, kind="stable").tolist():
-        size, node = int(sizes[item]), 1
-        while node < leaves:
-            node = 2 * node if free[2 * node] >= size else 2 * node + 1
-        bins[item] = node - leaves
-        free[node] -= size
-        while node > 1:
-            node //= 2
-            free[node] = max(free[2 * node], free[2 * node + 1])
-    return bins
-
-
-def _end_to_end(start, length, segment, block_size: int):
-    """Lays runs end to end and cuts at block boundaries; a run spans at most two blocks."""
-    order = np.argsort(-length, kind="stable")
-    start, length, segment = start[order], length[order], segment[order]
-    begin = np.cumsum(length) - length
-    first = np.minimum(length, block_size - begin % block_size)
-    rest = length - first
-    cut = rest > 0
-    block = begin // block_size
-    return (
-        np.concatenate([block, block[cut] + 1]),
-        np.concatenate([start, (start + first)[cut]]),
-        np.concatenate([first, rest[cut]]),
-        np.concatenate([segment, segment[cut]]),
-    )
 
 
 def query_costs(blocks: Blocks, segments: Segments, causal: bool) -> np.ndarray:

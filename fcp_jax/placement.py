@@ -1,66 +1,276 @@
-"""Placing blocks on ranks by longest processing time first (paper: Block Distributor)."""
+"""Cutting segments and placing the blocks on ranks (paper: Block Distributor).
 
-import heapq
+LPT (Graham 1969) over single blocks balances computation but strews every long segment over all
+ranks, so that everybody sends to everybody. Here a segment lives in the smallest *window* that can
+compute it: the ranks are cut into equal windows, those into smaller ones, down to single ranks.
+Ranks of a window differ only in low digits, so `rounds.schedule` needs few rounds, and few ranks
+pull a block. Longest segments come first; whatever would overload a rank is cut finer, and short
+segments, whole on one rank, fill up what is left.
+"""
+
+import math
 
 import numpy as np
 
 from fcp_jax.blocks import Blocks
+from fcp_jax.segments import Segments
+
+LIMIT = 1.045
+"""No rank gets more than this times its fair share of token pairs while any way around exists."""
+
+_WHOLE = 0.3
+"""A segment of at most this times a rank's fair share stays whole if some rank can take it."""
+
+_FILLER = 0.02
+"""Below this times a fair share a segment is never cut for balance: it fills up the last gaps."""
+
+_PAIR = 0.9
+"""A zigzag pair of blocks above this times a fair share is cut to fit one slot."""
+
+_CUTS = 2
+"""How often a unit that fits nowhere is halved."""
+
+Run = tuple[int, int]
+"""(first place, tokens)."""
+
+Unit = list[list[Run]]
+"""Slots that go to one rank together, each a list of runs."""
 
 
-def zigzag_units(blocks: Blocks) -> list[list[int]]:
-    """Groups blocks that are placed together.
-
-    The full blocks i and n-1-i of a segment form a unit: under a causal mask all such pairs of a
-    segment compute and receive the same amount. Every other block is a unit of its own.
-    """
-    full = blocks.length == blocks.block_size
-    units: list[list[int]] = np.flatnonzero(
-        ~np.isin(np.arange(blocks.num_blocks), blocks.block[full])
-    )[:, None].tolist()
-    full_block, full_segment = blocks.block[full], blocks.segment[full]
-    order = np.lexsort((blocks.start[full], full_segment))
-    edges = np.flatnonzero(np.diff(full_segment[order])) + 1
-    for members in np.split(full_block[order], edges):
-        ids = members.tolist()
-        half = len(ids) // 2
-        units += [[ids[i], ids[-1 - i]] for i in range(half)]
-        if len(ids) % 2:
-            units.append([ids[half]])
-    return units
-
-
-def place_lpt(costs: np.ndarray, units: list[list[int]], speeds: np.ndarray, max_slots: int):
-    """Gives each unit, costliest first, to the rank that would finish earliest (Graham 1969).
+def place_windows(
+    segments: Segments,
+    num_ranks: int,
+    block_size: int,
+    num_slots: int,
+    causal: bool,
+    speeds: np.ndarray,
+) -> tuple[Blocks, np.ndarray]:
+    """Cuts segments into blocks and gives each a rank.
 
     Args:
-      costs: int64 [num_blocks], token pairs of each block's queries.
-      units: blocks that stay together while any rank has the room.
+      segments: of at least one token each, num_ranks * num_slots * block_size together at most.
+      num_ranks: ranks.
+      block_size: rows a slot.
+      num_slots: slots a rank.
+      causal: whether queries see only what stands before them.
       speeds: float64 [num_ranks], relative speed of each rank.
-      max_slots: blocks a rank has room for; num_ranks * max_slots >= num_blocks.
 
     Returns:
-      int64 [num_blocks], the rank of each block.
+      (blocks, rank): no rank holds more than num_slots blocks; rank is int64 [num_blocks].
     """
-    rank_of = np.full(len(costs), -1, np.int64)
-    room = np.full(len(speeds), max_slots)
-    heap = [(0.0, 0, rank) for rank in range(len(speeds))]
-    pending = sorted(units, key=lambda unit: -int(costs[unit].sum()))
-    at = 0
-    while at < len(pending):
-        unit = pending[at]
-        skipped = []
-        while heap and room[heap[0][2]] < len(unit):
-            skipped.append(heapq.heappop(heap))
-        if not heap:  # only single slots are left: split the pair
-            pending[at : at + 1] = [[block] for block in unit]
+    ranks = _Ranks(num_ranks, block_size, num_slots, causal, speeds)
+    costs = token_pairs(np.zeros_like(segments.lengths), segments.lengths, segments.lengths, causal)
+    fair = float(costs.sum()) / math.fsum(speeds)
+    unplaced = int(segments.lengths.sum())
+    fillers = []
+    for segment in np.argsort(-segments.lengths, kind="stable").tolist():
+        length, cost = int(segments.lengths[segment]), int(costs[segment])
+        run = (int(segments.starts[segment]), length)
+        needed = -(-length // block_size)
+        ranks.begin(segment, run)
+        if cost <= _WHOLE * fair and ranks.take_whole(run, LIMIT * fair):
+            unplaced -= length
+        elif cost < _FILLER * fair or ranks.tokens_left - needed * block_size < unplaced - length:
+            fillers.append((segment, run))
         else:
-            finish, held, rank = heapq.heappop(heap)
-            rank_of[unit] = rank
-            room[rank] -= len(unit)
-            load = finish + float(costs[unit].sum()) / speeds[rank]
-            skipped.append((load, held + len(unit), rank))
-            at += 1
-        for entry in skipped:
-            if room[entry[2]]:
-                heapq.heappush(heap, entry)
-    return rank_of
+            _spread(ranks, run, cost, needed, fair, unplaced - length)
+            unplaced -= length
+    for segment, run in fillers:
+        ranks.begin(segment, run)
+        ranks.pour(run)
+    return ranks.blocks()
+
+
+def token_pairs(offset, length, segment_length, causal: bool):
+    """Counts the visible pairs of queries [offset, offset + length) of a segment."""
+    if causal:
+        return length * offset + length * (length + 1) // 2
+    return length * segment_length
+
+
+def window_sizes(num_ranks: int) -> list[int]:
+    """Returns nested window sizes, 1 to num_ranks: each divides the next, by a prime."""
+    sizes, left, factor = [1], num_ranks, 2
+    while left > 1:
+        while left % factor == 0:
+            sizes.append(sizes[-1] * factor)
+            left //= factor
+        factor += 1
+    return sizes
+
+
+class _Ranks:
+    """What is on each rank so far."""
+
+    def __init__(self, num_ranks, block_size, num_slots, causal, speeds):
+        self.block_size = block_size
+        self.causal = causal
+        self.speeds = speeds
+        self.load = np.zeros(num_ranks)  # token pairs over speed
+        self.free = np.full(num_ranks, num_slots)  # slots nothing is in
+        self.room = np.full(num_ranks, num_slots * block_size)  # rows outside of taken slots
+        self._slots: list[list[tuple[int, list[Run]]]] = [[] for _ in range(num_ranks)]
+        self._shared: list[list[tuple[int, Run]]] = [[] for _ in range(num_ranks)]
+
+    @property
+    def tokens_left(self) -> int:
+        return int(self.room.sum())
+
+    def begin(self, segment: int, run: Run) -> None:
+        """Says which segment the runs to come belong to."""
+        self._segment = segment
+        self._start, self._length = run
+
+    def cost(self, unit: Unit) -> int:
+        return sum(
+            token_pairs(start - self._start, length, self._length, self.causal)
+            for slot in unit
+            for start, length in slot
+        )
+
+    def take_slots(self, rank: int, unit: Unit, cost: int) -> None:
+        """Puts a unit into free slots of a rank."""
+        self._slots[rank] += [(self._segment, slot) for slot in unit]
+        self.load[rank] += cost / self.speeds[rank]
+        self.free[rank] -= len(unit)
+        self.room[rank] -= len(unit) * self.block_size
+
+    def take_whole(self, run: Run, limit: float) -> bool:
+        """Puts a run behind others on the least loaded rank with the room, if within the limit."""
+        finish = np.where(self.room >= run[1], self.load, np.inf)
+        rank = int(np.argmin(finish))
+        if not finish[rank] + self.cost([[run]]) / self.speeds[rank] <= limit:
+            return False
+        self._share(rank, run)
+        return True
+
+    def pour(self, run: Run) -> None:
+        """Puts a run wherever there is room, in parts if no rank has enough."""
+        if self.take_whole(run, float(np.finfo(float).max)):
+            return
+        start, length = run
+        while length:
+            rank = int(np.argmax(self.room))
+            part = min(length, int(self.room[rank]))
+            self._share(rank, (start, part))
+            start, length = start + part, length - part
+
+    def _share(self, rank: int, run: Run) -> None:
+        self.load[rank] += self.cost([[run]]) / self.speeds[rank]
+        self.room[rank] -= run[1]
+        self.free[rank] = self.room[rank] // self.block_size
+        self._shared[rank].append((self._segment, run))
+
+    def blocks(self) -> tuple[Blocks, np.ndarray]:
+        """Returns (blocks, rank of each), rank after rank; shared runs lie end to end."""
+        rank_of: list[int] = []
+        fragments: list[tuple[int, int, int, int]] = []
+        for rank, (slots, shared) in enumerate(zip(self._slots, self._shared, strict=True)):
+            for segment, runs in slots:
+                fragments += [(len(rank_of), *run, segment) for run in runs if run[1]]
+                rank_of.append(rank)
+            used = 0
+            for segment, (start, length) in shared:
+                while length:
+                    if used % self.block_size == 0:
+                        rank_of.append(rank)
+                    part = min(length, self.block_size - used % self.block_size)
+                    fragments.append((len(rank_of) - 1, start, part, segment))
+                    start, length, used = start + part, length - part, used + part
+        table = np.array(fragments, np.int64).reshape(-1, 4).T
+        return Blocks.from_fragments(self.block_size, *table), np.array(rank_of, np.int64)
+
+
+def _spread(ranks: _Ranks, run: Run, cost: int, needed: int, fair: float, later: int) -> None:
+    """Cuts a segment into equal units and lays them into one window, wider ones if it is full.
+
+    Args:
+      ranks: what is placed so far; changed.
+      run: the segment.
+      cost: its token pairs.
+      needed: slots it fills.
+      fair: token pairs of a rank of speed 1.
+      later: tokens of other segments that still need room.
+    """
+    num_ranks = len(ranks.load)
+    pairs = 2 * cost <= _PAIR * fair * needed and needed > 1
+    units = zigzag_pairs(run, needed) if pairs else zigzag_slots(run, needed)
+    most_slots = int(ranks.free.max(initial=1))
+    wanted = max(cost / (LIMIT * fair), 1.25 * needed / max(most_slots, 1))
+    sizes = window_sizes(num_ranks)
+    size = next((size for size in sizes if size >= wanted), num_ranks)
+
+    # How many units each rank could take decides between the windows, then how busy they are.
+    unit_cost = cost / len(units)
+    fits = np.floor((LIMIT * fair - ranks.load) * ranks.speeds / unit_cost + 1e-9)
+    fits = np.minimum(fits, ranks.free // len(units[0])).clip(0).reshape(-1, size).sum(axis=1)
+    missing = (len(units) - fits).clip(0) / len(units)
+    busy = ranks.load.reshape(-1, size).mean(axis=1) / fair
+    first = int(np.argmin(busy + 10.0 * missing)) * size
+
+    pending = [(unit, 0) for unit in reversed(units)]
+    while pending:
+        unit, cuts = pending.pop()
+        unit_cost = ranks.cost(unit)
+        while True:
+            window = slice(first, first + size)
+            finish = ranks.load[window] + unit_cost / ranks.speeds[window]
+            able = ranks.free[window] >= len(unit)
+            good = able & (finish <= LIMIT * fair)
+            if good.any() or size == num_ranks:
+                break
+            size = sizes[sizes.index(size) + 1]
+            first = first // size * size
+        if good.any():
+            rank = first + int(np.argmin(np.where(good, finish, np.inf)))
+            ranks.take_slots(rank, unit, unit_cost)
+        elif _may_halve(ranks, unit, cuts, pending, later):
+            pending += [(half, cuts + (len(unit) == 1)) for half in _halves(unit)]
+        elif able.any():
+            rank = first + int(np.argmin(np.where(able, finish, np.inf)))
+            ranks.take_slots(rank, unit, unit_cost)
+        elif len(unit) == 2:
+            pending += [([slot], cuts) for slot in unit]
+        else:
+            for part in unit[0]:
+                ranks.pour(part)
+
+
+def zigzag_pairs(run: Run, count: int) -> list[Unit]:
+    """Cuts a run into `count` equal blocks; blocks i and count-1-i form a unit of two slots.
+
+    Under a causal mask all such units of a segment compute, and send plus receive, the same.
+    """
+    slots = [[part] for part in _cut(run, count)]
+    units = [[slots[i], slots[-1 - i]] for i in range(count // 2)]
+    return units + [[slots[count // 2]]] * (count % 2)
+
+
+def zigzag_slots(run: Run, count: int) -> list[Unit]:
+    """Cuts a run into `count` slots that compute the same: parts i and 2*count-1-i share one."""
+    parts = _cut(run, 2 * count)
+    return [[[parts[i], parts[-1 - i]]] for i in range(count)]
+
+
+def _cut(run: Run, count: int) -> list[Run]:
+    edges = [run[0] + run[1] * i // count for i in range(count + 1)]
+    return [(a, b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def _halves(unit: Unit) -> list[Unit]:
+    """Cuts a unit into two that compute nearly the same, of one slot each."""
+    runs = [run for slot in unit for run in slot]
+    cuts = [_cut(run, 2) for run in runs]
+    if len(runs) == 1:
+        return [[[part]] for part in cuts[0]]
+    (a, b), (c, d) = cuts
+    return [[[a, d]], [[b, c]]]
+
+
+def _may_halve(ranks: _Ranks, unit: Unit, cuts: int, pending: list, later: int) -> bool:
+    if min(length for slot in unit for _, length in slot) < 2:
+        return False
+    if len(unit) == 2:  # two slots as before
+        return True
+    slots = 2 + sum(len(unit) for unit, _ in pending)
+    return cuts < _CUTS and ranks.tokens_left >= slots * ranks.block_size + later

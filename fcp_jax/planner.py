@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from fcp_jax.blocks import Blocks, block_pairs, cut_blocks, query_costs
+from fcp_jax.blocks import Blocks, block_pairs, query_costs
 from fcp_jax.config import PlanConfig
-from fcp_jax.placement import place_lpt, zigzag_units
+from fcp_jax.placement import place_windows
 from fcp_jax.plan import TABLES, Plan, PlanShape, pad_plan
 from fcp_jax.ring import all_gather_blocks, ring_blocks
 from fcp_jax.rounds import Schedule, max_degree, occurrence, schedule
 from fcp_jax.segments import Segments, as_segments
 from fcp_jax.stats import PlanStats, transfer_stats
+
+_FINEST_BLOCK = 2048
+"""From 16 ranks on, blocks are halved, but not below this: kernels still reach 95% of their rate
+(benchmarks/results/), and balance, bandwidth and rounds all gain (docs/planner.md)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,6 +82,7 @@ def make_batch_plan(rows: Sequence, config: PlanConfig) -> Plan:
         config.num_ranks,
         transport,
         coalesce,
+        by_distance=config.method == "fcp",
         least_trips=1,  # the pipeline prefetches every group's first stage
     )
     chunks = [_dispatch_chunks(lay.moved, block_size) for lay in layouts]
@@ -128,8 +133,11 @@ def _slots(config: PlanConfig) -> tuple[int, int]:
     """Returns (block size, slots a rank), fixed by the config so that batches share a program."""
     if config.method in ("ring", "all_gather"):
         return -(-config.tokens_per_rank // 64) * 64, 1
-    needed = -(-config.tokens_per_rank // config.block_size)
-    return config.block_size, max(needed, 5 * config.tokens_per_rank // (4 * config.block_size))
+    size = config.block_size
+    if config.method == "fcp" and config.num_ranks >= 16 and size % 128 == 0:
+        size = max(size // 2, min(size, _FINEST_BLOCK))
+    needed = -(-config.tokens_per_rank // size)
+    return size, max(needed, 5 * config.tokens_per_rank // (4 * size))
 
 
 def _transport(config: PlanConfig) -> tuple[str, str]:
@@ -147,9 +155,7 @@ def _lay_out(segments: Segments, config: PlanConfig, block_size: int, num_slots:
     ranks = config.num_ranks
     speeds = np.ones(ranks) if config.rank_speeds is None else np.array(config.rank_speeds)
     if config.method == "fcp":
-        blocks = cut_blocks(segments, block_size, max_blocks=ranks * num_slots)
-        costs = query_costs(blocks, segments, config.causal)
-        rank = place_lpt(costs, zigzag_units(blocks), speeds, num_slots)
+        blocks, rank = place_windows(segments, ranks, block_size, num_slots, config.causal, speeds)
     else:
         if config.method == "ring":
             blocks = ring_blocks(segments, ranks, block_size)
@@ -194,10 +200,15 @@ def _dispatch_chunks(moved: np.ndarray, chunk_size: int):
 
 
 def _schedules(
-    edges: list, num_ranks: int, transport: str, coalesce: int, least_trips: int = 0
+    edges: list,
+    num_ranks: int,
+    transport: str,
+    coalesce: int,
+    by_distance: bool = False,
+    least_trips: int = 0,
 ) -> list[Schedule]:
     """Schedules every row, then makes rows share groups and trips."""
-    rows = [schedule(src, dst, num_ranks, transport, coalesce) for src, dst in edges]
+    rows = [schedule(src, dst, num_ranks, transport, coalesce, by_distance) for src, dst in edges]
     if transport == "static":
         groups = _joint_static_groups([row.groups for row in rows], num_ranks)
         trips = np.ones(len(groups), np.int64)

@@ -49,7 +49,12 @@ def max_degree(src: np.ndarray, dst: np.ndarray) -> int:
 
 
 def schedule(
-    src: np.ndarray, dst: np.ndarray, num_ranks: int, transport: str, coalesce: int
+    src: np.ndarray,
+    dst: np.ndarray,
+    num_ranks: int,
+    transport: str,
+    coalesce: int,
+    by_distance: bool = False,
 ) -> Schedule:
     """Assigns transfers to rounds.
 
@@ -59,9 +64,10 @@ def schedule(
       num_ranks: ranks.
       transport: "static" colors the edges of the bipartite multigraph, which takes exactly
         max-degree rounds (König 1916; paper: Communication Planner). "xor" and "shift" run the
-        permutations i -> i ^ s and i -> (i + s) mod num_ranks, in groups of `coalesce` different
-        s, each group as often as its busiest (rank, s) needs.
+        permutations i -> i ^ s and i -> (i + s) mod num_ranks, each group of them as often as its
+        busiest (rank, s) needs.
       coalesce: most rounds a stage.
+      by_distance: see `shift_groups`.
 
     Returns:
       The schedule. Transfers of one rank with the same s keep their order.
@@ -80,14 +86,52 @@ def schedule(
         return Schedule(
             group, np.zeros_like(group), position, groups, np.ones(len(groups), np.int64)
         )
-    shifts = range(1, num_ranks)
-    groups = tuple(tuple(shifts[i : i + coalesce]) for i in range(0, num_ranks - 1, coalesce))
+    groups = shift_groups(num_ranks, transport, coalesce, by_distance)
+    group_of = np.zeros(num_ranks, np.int64)
+    first, apart, times = (np.zeros(num_ranks, np.int64) for _ in range(3))
+    for index, shifts in enumerate(groups):
+        different = len(set(shifts))
+        for position, shift in enumerate(shifts[:different]):
+            group_of[shift], first[shift] = index, position
+            apart[shift], times[shift] = different, len(shifts) // different
     shift = src ^ dst if transport == "xor" else (dst - src) % num_ranks
-    group, position = np.divmod(shift - 1, coalesce)
-    turn = occurrence(src * num_ranks + shift)
+    turn, again = np.divmod(occurrence(src * num_ranks + shift), times[shift])
     trips = np.zeros(len(groups), np.int64)
-    np.maximum.at(trips, group, turn + 1)
-    return Schedule(group, turn, position, groups, trips)
+    np.maximum.at(trips, group_of[shift], turn + 1)
+    position = first[shift] + again * apart[shift]
+    return Schedule(group_of[shift], turn, position, groups, trips)
+
+
+def shift_groups(
+    num_ranks: int, transport: str, coalesce: int, by_distance: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Puts the shifts 1 to num_ranks - 1 of a family into groups of at most `coalesce` rounds.
+
+    Args:
+      num_ranks: ranks.
+      transport: "xor" or "shift".
+      coalesce: most rounds a group.
+      by_distance: group shifts of about the same distance, as placement into windows uses those
+        equally often: for "xor" the s of one highest bit, for "shift" s and num_ranks - s. Short
+        lists of near, often used shifts are repeated up to an eighth of `coalesce`, so that a
+        stage brings several blocks. Else in ascending order.
+    """
+    shifts = range(1, num_ranks)
+    if not by_distance:
+        return tuple(
+            tuple(shifts[i : i + coalesce]) for i in range(0, num_ranks - 1, max(coalesce, 1))
+        )
+    levels: dict[int, list[int]] = {}
+    for shift in shifts:
+        distance = shift if transport == "xor" else min(shift, num_ranks - shift)
+        levels.setdefault(distance.bit_length(), []).append(shift)
+    groups: list[tuple[int, ...]] = []
+    for level in levels.values():
+        chunks = -(-len(level) // coalesce)
+        edges = [len(level) * i // chunks for i in range(chunks + 1)]
+        repeats = max(coalesce // 8 // len(level), 1)
+        groups += [tuple(level[a:b]) * repeats for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return tuple(groups)
 
 
 def permutation(transport: str, round_: Round, num_ranks: int) -> list[tuple[int, int]]:
