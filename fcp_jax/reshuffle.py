@@ -164,8 +164,9 @@ class _Side(NamedTuple):
     peer: jax.Array
     partner: jax.Array
 
-    def chunk(self, peer, chunk, size: int) -> jax.Array:
-        """Returns chunk `chunk` of `peer`'s rows, int32 [size]; out of bounds past the end."""
+    def chunks(self, peers_and_chunks: jax.Array, size: int) -> jax.Array:
+        """Returns the rows of many (peer, chunk), int32 [n, size]; out of bounds past the end."""
+        peer, chunk = peers_and_chunks[:, 0, None], peers_and_chunks[:, 1, None]
         at = self.starts[peer] + chunk * size + jnp.arange(size, dtype=jnp.int32)
         rows = self.order[jnp.minimum(at, self.order.shape[0] - 1)]
         return jnp.where((peer >= 0) & (at < self.starts[peer + 1]), rows, self.order.shape[0])
@@ -208,17 +209,16 @@ def _move_rank(leaves, plan: Plan, *, axes: Axes, forward: bool):
     out = [_take(x, stay) for x in packed]
 
     def stage(index, rounds, out):
-        arrivals = []
-        for position, round_ in enumerate(rounds):
-            peer, chunk = sends[index, position]
-            rows = sender.chunk(peer, chunk, shape.block_size)
-            arrivals.append(
-                [send(_take(x, rows), round_, shape, axes, back=not forward) for x in packed]
+        leaving = sender.chunks(sends[index, : len(rounds)], shape.block_size)
+        landing = receiver.chunks(receives[index, : len(rounds)], shape.block_size).reshape(-1)
+        for i, x in enumerate(packed):
+            arrivals = jnp.concatenate(
+                [
+                    send(_take(x, rows), round_, shape, axes, back=not forward)
+                    for rows, round_ in zip(leaving, rounds, strict=True)
+                ]
             )
-        for position, payloads in enumerate(arrivals):
-            peer, chunk = receives[index, position]
-            rows = receiver.chunk(peer, chunk, shape.block_size)
-            out = [o.at[rows].set(p, mode="drop") for o, p in zip(out, payloads, strict=True)]
+            out[i] = out[i].at[landing].set(arrivals, mode="drop")
         return out
 
     out = run_stages(shape.dispatch_groups, plan.dispatch_trips, shape, stage, out)

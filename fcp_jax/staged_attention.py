@@ -268,7 +268,7 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
         returned = rank.push(parts, rounds)
         dq = block_attention_grad_q(later_q, *operands, mask, work, dq, **rank.options)
         returned, dq = lax.optimization_barrier((returned, dq))
-        return following, (dq, rank.add(dkv, returned, index))
+        return following, (dq, rank.add(dkv, returned, index, rounds))
 
     dq, dkv = rank.run(jnp.concatenate([k, v], axis=1), local, compute)
     dk, dv = jnp.split(dkv, 2, axis=1)
@@ -310,10 +310,14 @@ class _Rank:
 
     def _pull(self, kv: jax.Array, index, rounds) -> jax.Array:
         """Sends own blocks through the rounds of a stage; returns what arrives, in order."""
+        size = self.shape.block_size
+        payloads = [
+            lax.dynamic_slice_in_dim(kv, first, size) for first in self._sent_rows(index, rounds)
+        ]
         return jnp.concatenate(
             [
-                send(self._slot_rows(kv, index, position), round_, self.shape, self.axes)
-                for position, round_ in enumerate(rounds)
+                send(payload, round_, self.shape, self.axes)
+                for payload, round_ in zip(payloads, rounds, strict=True)
             ]
         )
 
@@ -325,21 +329,20 @@ class _Rank:
             for block, round_ in zip(blocks, rounds, strict=True)
         ]
 
-    def add(self, dkv: jax.Array, returned: list[jax.Array], index) -> jax.Array:
+    def add(self, dkv: jax.Array, returned: list[jax.Array], index, rounds) -> jax.Array:
         """Adds what `push` returned to the sums of the blocks that this rank sent."""
-        for position, part in enumerate(returned):
-            total = self._slot_rows(dkv, index, position) + part
-            at = self._first_row(index, position)
-            dkv = lax.dynamic_update_slice_in_dim(dkv, total, at, axis=0)
+        size = self.shape.block_size
+        for first, part in zip(self._sent_rows(index, rounds), returned, strict=True):
+            total = lax.dynamic_slice_in_dim(dkv, first, size) + part
+            dkv = lax.dynamic_update_slice_in_dim(dkv, total, first, axis=0)
         return dkv
 
-    def _first_row(self, index, position: int):
-        # A round in which this rank has nothing to send carries slot 0 to nobody's use, and zeros
-        # come back for it.
-        return jnp.maximum(self.plan.send_slot[index, position], 0) * self.shape.block_size
-
-    def _slot_rows(self, x: jax.Array, index, position: int) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, self._first_row(index, position), self.shape.block_size)
+    def _sent_rows(self, index, rounds) -> list[jax.Array]:
+        """First row of the block that this rank sends in each round of a stage."""
+        # A round in which it has nothing to send carries slot 0 to nobody's use, and zeros come
+        # back for it.
+        first = jnp.maximum(self.plan.send_slot[index], 0) * self.shape.block_size
+        return [first[position] for position in range(len(rounds))]
 
 
 def _one_device(call: _Call, plan: Plan, program, operands):
