@@ -76,7 +76,8 @@ def test_transfers_start_before_the_kernel_and_finish_after_it(num_ranks):
     assert not any("P" in body for body in bodies)
     forward = [body for body in bodies if re.fullmatch(r"S+W+D+", body)]
     backward = [body for body in bodies if re.fullmatch(r"S+W+S?D+S+W+D+", body)]
+    # XLA joins the rounds of a group that share a permutation into one transfer.
     for rounds, body in zip(plan.shape.groups, forward, strict=True):
-        assert body.count("S") == body.count("D") == len(rounds)
+        assert len(set(rounds)) <= body.count("S") == body.count("D") <= len(rounds)
     for rounds, body in zip(plan.shape.groups, backward, strict=True):
-        assert body.count("S") == body.count("D") == 2 * len(rounds)
+        assert 2 * len(set(rounds)) <= body.count("S") == body.count("D") <= 2 * len(rounds)
