@@ -44,6 +44,9 @@ def place_windows(
     num_slots: int,
     causal: bool,
     speeds: np.ndarray,
+    *,
+    spread: float = 1.0,
+    only_roomy: bool = False,
 ) -> tuple[Blocks, np.ndarray]:
     """Cuts segments into blocks and gives each a rank.
 
@@ -54,6 +57,10 @@ def place_windows(
       num_slots: slots a rank.
       causal: whether queries see only what stands before them.
       speeds: float64 [num_ranks], relative speed of each rank.
+      spread: a window must compute its segment in 1 / spread of the mean time of a rank. More
+        costs traffic and evens it out.
+      only_roomy: cut finer or take a wider window rather than one in which not every unit fits;
+        else the units that do not fit go to the ranks around.
 
     Returns:
       (blocks, rank): no rank holds more than num_slots blocks; rank is int64 [num_blocks].
@@ -73,7 +80,8 @@ def place_windows(
         elif cost < _FILLER * fair or ranks.tokens_left - needed * block_size < unplaced - length:
             fillers.append((segment, run))
         else:
-            _spread(ranks, run, cost, needed, fair, unplaced - length)
+            units, window = _choose(ranks, run, cost, fair, spread, only_roomy)
+            _fill(ranks, units, window, fair, unplaced - length)
             unplaced -= length
     for segment, run in fillers:
         ranks.begin(segment, run)
@@ -181,41 +189,52 @@ class _Ranks:
         return Blocks.from_fragments(self.block_size, *table), np.array(rank_of, np.int64)
 
 
-def _spread(ranks: _Ranks, run: Run, cost: int, needed: int, fair: float, later: int) -> None:
-    """Cuts a segment into equal units and lays them into one window, wider ones if it is full.
+def _choose(
+    ranks: _Ranks, run: Run, cost: int, fair: float, spread: float, only_roomy: bool
+) -> tuple[list[Unit], tuple[int, int]]:
+    """Returns the units to cut a segment into and the window (first rank, size) for them."""
+    num_ranks, needed = len(ranks.load), -(-run[1] // ranks.block_size)
+    sizes = window_sizes(num_ranks)
+    wanted = max(spread * cost / fair, 1.25 * needed / max(int(ranks.free.max()), 1))
+    smallest = next((size for size in sizes if size >= wanted), num_ranks)
+    cuts = [zigzag_slots(run, needed)]
+    if needed > 1 and 2 * cost <= _PAIR * fair * needed:
+        cuts.insert(0, zigzag_pairs(run, needed))
+    choices = [(size, units) for size in sizes if size >= smallest for units in cuts]
+    for size, units in choices:
+        # How many units each rank could take decides between windows, then how busy they are.
+        fits = np.floor((LIMIT * fair - ranks.load) * ranks.speeds * len(units) / cost + 1e-9)
+        fits = np.minimum(fits, ranks.free // len(units[0])).clip(0).reshape(-1, size).sum(axis=1)
+        missing = (len(units) - fits).clip(0) / len(units)
+        if not only_roomy or not missing.min():
+            break
+    busy = ranks.load.reshape(-1, size).mean(axis=1) / fair
+    return units, (int(np.argmin(busy + 10.0 * missing)) * size, size)
+
+
+def _fill(
+    ranks: _Ranks, units: list[Unit], window: tuple[int, int], fair: float, later: int
+) -> None:
+    """Gives each unit to the least loaded rank of the window, which widens when it is full.
 
     Args:
       ranks: what is placed so far; changed.
-      run: the segment.
-      cost: its token pairs.
-      needed: slots it fills.
+      units: of one segment.
+      window: first rank, number of ranks.
       fair: token pairs of a rank of speed 1.
       later: tokens of other segments that still need room.
     """
+    first, size = window
     num_ranks = len(ranks.load)
-    pairs = 2 * cost <= _PAIR * fair * needed and needed > 1
-    units = zigzag_pairs(run, needed) if pairs else zigzag_slots(run, needed)
-    most_slots = int(ranks.free.max(initial=1))
-    wanted = max(cost / (LIMIT * fair), 1.25 * needed / max(most_slots, 1))
     sizes = window_sizes(num_ranks)
-    size = next((size for size in sizes if size >= wanted), num_ranks)
-
-    # How many units each rank could take decides between the windows, then how busy they are.
-    unit_cost = cost / len(units)
-    fits = np.floor((LIMIT * fair - ranks.load) * ranks.speeds / unit_cost + 1e-9)
-    fits = np.minimum(fits, ranks.free // len(units[0])).clip(0).reshape(-1, size).sum(axis=1)
-    missing = (len(units) - fits).clip(0) / len(units)
-    busy = ranks.load.reshape(-1, size).mean(axis=1) / fair
-    first = int(np.argmin(busy + 10.0 * missing)) * size
-
     pending = [(unit, 0) for unit in reversed(units)]
     while pending:
         unit, cuts = pending.pop()
         unit_cost = ranks.cost(unit)
         while True:
-            window = slice(first, first + size)
-            finish = ranks.load[window] + unit_cost / ranks.speeds[window]
-            able = ranks.free[window] >= len(unit)
+            inside = slice(first, first + size)
+            finish = ranks.load[inside] + unit_cost / ranks.speeds[inside]
+            able = ranks.free[inside] >= len(unit)
             good = able & (finish <= LIMIT * fair)
             if good.any() or size == num_ranks:
                 break

@@ -14,11 +14,22 @@ from fcp_jax.plan import TABLES, Plan, PlanShape, pad_plan
 from fcp_jax.ring import all_gather_blocks, ring_blocks
 from fcp_jax.rounds import Schedule, max_degree, occurrence, schedule
 from fcp_jax.segments import Segments, as_segments
-from fcp_jax.stats import PlanStats, transfer_stats
+from fcp_jax.stats import PlanStats, imbalance, transfer_stats
 
 _FINEST_BLOCK = 2048
 """From 16 ranks on, blocks are halved, but not below this: kernels still reach 95% of their rate
 (benchmarks/results/), and balance, bandwidth and rounds all gain (docs/planner.md)."""
+
+
+_WINDOW_CHOICES: tuple[dict[str, Any], ...] = (
+    {"spread": 1.0, "only_roomy": True},
+    {"spread": 1.3, "only_roomy": False},
+    {"spread": 1.7, "only_roomy": False},
+)
+"""Arguments of `place_windows` that are tried; only the first above 256 ranks, for the time."""
+
+_COMPUTE_TOLERANCE = 0.05
+"""Compute imbalance that a choice may have before anything else about it counts."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +84,7 @@ def make_batch_plan(rows: Sequence, config: PlanConfig) -> Plan:
     rows = [_checked(as_segments(row), config) for row in rows]
     block_size, num_slots = _slots(config)
     transport, reason = _transport(config)
-    layouts = [_lay_out(row, config, block_size, num_slots) for row in rows]
+    layouts = [_lay_out(row, config, block_size, num_slots, transport) for row in rows]
     coalesce = {"ring": 1, "all_gather": max(config.num_ranks - 1, 1)}.get(
         config.method, config.coalesce
     )
@@ -151,24 +162,55 @@ def _transport(config: PlanConfig) -> tuple[str, str]:
     return chosen, "rounds as data; num_ranks is not a power of two"
 
 
-def _lay_out(segments: Segments, config: PlanConfig, block_size: int, num_slots: int) -> _Layout:
+def _lay_out(
+    segments: Segments, config: PlanConfig, block_size: int, num_slots: int, transport: str
+) -> _Layout:
+    ranks = config.num_ranks
+    if config.method == "ring":
+        blocks = ring_blocks(segments, ranks, block_size)
+    elif config.method == "all_gather":
+        blocks = all_gather_blocks(segments, ranks, config.tokens_per_rank, block_size)
+    else:
+        return _best_windows(segments, config, block_size, num_slots, transport)
+    pairs = block_pairs(blocks, config.causal)
+    # Every rank's block visits every other rank.
+    block, dst = np.nonzero(~np.eye(blocks.num_blocks, ranks, dtype=bool))
+    return _layout(segments, blocks, np.arange(blocks.num_blocks), pairs, block, dst, config)
+
+
+def _best_windows(
+    segments: Segments, config: PlanConfig, block_size: int, num_slots: int, transport: str
+) -> _Layout:
+    """Tries windows of several widths; the best has few rounds and even traffic."""
     ranks = config.num_ranks
     speeds = np.ones(ranks) if config.rank_speeds is None else np.array(config.rank_speeds)
-    if config.method == "fcp":
-        blocks, rank = place_windows(segments, ranks, block_size, num_slots, config.causal, speeds)
-    else:
-        if config.method == "ring":
-            blocks = ring_blocks(segments, ranks, block_size)
-        else:
-            blocks = all_gather_blocks(segments, ranks, config.tokens_per_rank, block_size)
-        rank = np.arange(blocks.num_blocks)
-    pairs = block_pairs(blocks, config.causal)
-    if config.method == "fcp":
+    best, lowest = None, np.inf
+    for choice in _WINDOW_CHOICES if ranks <= 256 else _WINDOW_CHOICES[:1]:
+        blocks, rank = place_windows(
+            segments, ranks, block_size, num_slots, config.causal, speeds, **choice
+        )
+        pairs = block_pairs(blocks, config.causal)
         remote = rank[pairs[0]] != rank[pairs[1]]
         keys = np.unique(pairs[1][remote] * ranks + rank[pairs[0][remote]])
-        transfer_block, transfer_dst = keys // ranks, keys % ranks
-    else:  # every rank's block visits every other rank
-        transfer_block, transfer_dst = np.nonzero(~np.eye(blocks.num_blocks, ranks, dtype=bool))
+        block, dst = keys // ranks, keys % ranks
+        src = rank[block]
+        costs = query_costs(blocks, segments, config.causal)
+        finish = np.bincount(rank, weights=costs, minlength=ranks) / speeds
+        over = max(imbalance(finish) - _COMPUTE_TOLERANCE, 0.0)
+        if transport == "static":
+            rounds = max_degree(src, dst)
+        else:
+            rounds = schedule(src, dst, ranks, transport, config.coalesce, True).num_rounds
+        traffic = np.bincount(src, minlength=ranks) + np.bincount(dst, minlength=ranks)
+        penalty = 100.0 * over + np.log1p(rounds) + 0.5 * imbalance(traffic)
+        if penalty < lowest:
+            best = _layout(segments, blocks, rank, pairs, block, dst, config)
+            lowest = penalty
+    assert best is not None
+    return best
+
+
+def _layout(segments, blocks: Blocks, rank, pairs, transfer_block, transfer_dst, config) -> _Layout:
     moved = _moved_tokens(blocks, rank, config)
     return _Layout(
         segments, blocks, rank, occurrence(rank), pairs, transfer_block, transfer_dst, moved
