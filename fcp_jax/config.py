@@ -4,7 +4,7 @@ import dataclasses
 import math
 import numbers
 
-METHODS = ("fcp", "ring", "all_gather")
+METHODS = ("fcp", "ring", "all_gather", "bytescale", "wlb", "magi")
 TRANSPORTS = ("auto", "static", "xor", "shift")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -65,7 +65,7 @@ def place_windows(
     Returns:
       (blocks, rank): no rank holds more than num_slots blocks; rank is int64 [num_blocks].
     """
-    ranks = _Ranks(num_ranks, block_size, num_slots, causal, speeds)
+    ranks = Ranks(num_ranks, block_size, num_slots, causal, speeds)
     costs = token_pairs(np.zeros_like(segments.lengths), segments.lengths, segments.lengths, causal)
     fair = float(costs.sum()) / math.fsum(speeds)
     unplaced = int(segments.lengths.sum())
@@ -107,21 +107,31 @@ def window_sizes(num_ranks: int) -> list[int]:
     return sizes
 
 
-class _Ranks:
-    """What is on each rank so far."""
+class Ranks:
+    """What is on each rank so far: whole slots taken by units, and runs that share the others.
 
-    def __init__(self, num_ranks, block_size, num_slots, causal, speeds):
+    Attributes:
+      load: float64 [num_ranks], token pairs over speed.
+      free: int64 [num_ranks], slots with nothing in them.
+      room: int64 [num_ranks], rows that shared runs may still fill.
+    """
+
+    def __init__(
+        self, num_ranks: int, block_size: int, num_slots: int, causal: bool, speeds: np.ndarray
+    ):
+        """Starts with empty ranks; arguments as in `place_windows`."""
         self.block_size = block_size
         self.causal = causal
         self.speeds = speeds
-        self.load = np.zeros(num_ranks)  # token pairs over speed
-        self.free = np.full(num_ranks, num_slots)  # slots nothing is in
-        self.room = np.full(num_ranks, num_slots * block_size)  # rows outside of taken slots
+        self.load = np.zeros(num_ranks)
+        self.free = np.full(num_ranks, num_slots)
+        self.room = np.full(num_ranks, num_slots * block_size)
         self._slots: list[list[tuple[int, list[Run]]]] = [[] for _ in range(num_ranks)]
         self._shared: list[list[tuple[int, Run]]] = [[] for _ in range(num_ranks)]
 
     @property
     def tokens_left(self) -> int:
+        """Rows that are still free on all ranks together."""
         return int(self.room.sum())
 
     def begin(self, segment: int, run: Run) -> None:
@@ -130,6 +140,7 @@ class _Ranks:
         self._start, self._length = run
 
     def cost(self, unit: Unit) -> int:
+        """Returns the token pairs of a unit of the present segment."""
         return sum(
             token_pairs(start - self._start, length, self._length, self.causal)
             for slot in unit
@@ -149,7 +160,7 @@ class _Ranks:
         rank = int(np.argmin(finish))
         if not finish[rank] + self.cost([[run]]) / self.speeds[rank] <= limit:
             return False
-        self._share(rank, run)
+        self.share(rank, run)
         return True
 
     def pour(self, run: Run) -> None:
@@ -160,10 +171,11 @@ class _Ranks:
         while length:
             rank = int(np.argmax(self.room))
             part = min(length, int(self.room[rank]))
-            self._share(rank, (start, part))
+            self.share(rank, (start, part))
             start, length = start + part, length - part
 
-    def _share(self, rank: int, run: Run) -> None:
+    def share(self, rank: int, run: Run) -> None:
+        """Puts a run behind the other shared ones of a rank."""
         self.load[rank] += self.cost([[run]]) / self.speeds[rank]
         self.room[rank] -= run[1]
         self.free[rank] = self.room[rank] // self.block_size
@@ -190,7 +202,7 @@ class _Ranks:
 
 
 def _choose(
-    ranks: _Ranks, run: Run, cost: int, fair: float, spread: float, only_roomy: bool
+    ranks: Ranks, run: Run, cost: int, fair: float, spread: float, only_roomy: bool
 ) -> tuple[list[Unit], tuple[int, int]]:
     """Returns the units to cut a segment into and the window (first rank, size) for them."""
     num_ranks, needed = len(ranks.load), -(-run[1] // ranks.block_size)
@@ -202,18 +214,25 @@ def _choose(
         cuts.insert(0, zigzag_pairs(run, needed))
     choices = [(size, units) for size in sizes if size >= smallest for units in cuts]
     for size, units in choices:
-        # How many units each rank could take decides between windows, then how busy they are.
-        fits = np.floor((LIMIT * fair - ranks.load) * ranks.speeds * len(units) / cost + 1e-9)
-        fits = np.minimum(fits, ranks.free // len(units[0])).clip(0).reshape(-1, size).sum(axis=1)
-        missing = (len(units) - fits).clip(0) / len(units)
+        missing = _missing(ranks, units, cost, fair, size)
         if not only_roomy or not missing.min():
             break
+    else:
+        size, units = choices[-1]
+        missing = _missing(ranks, units, cost, fair, size)
     busy = ranks.load.reshape(-1, size).mean(axis=1) / fair
     return units, (int(np.argmin(busy + 10.0 * missing)) * size, size)
 
 
+def _missing(ranks: Ranks, units: list[Unit], cost: int, fair: float, size: int) -> np.ndarray:
+    """The part of the units that does not fit within the limit, for every window of a size."""
+    fits = np.floor((LIMIT * fair - ranks.load) * ranks.speeds * len(units) / cost + 1e-9)
+    fits = np.minimum(fits, ranks.free // len(units[0])).clip(0).reshape(-1, size).sum(axis=1)
+    return (len(units) - fits).clip(0) / len(units)
+
+
 def _fill(
-    ranks: _Ranks, units: list[Unit], window: tuple[int, int], fair: float, later: int
+    ranks: Ranks, units: list[Unit], window: tuple[int, int], fair: float, later: int
 ) -> None:
     """Gives each unit to the least loaded rank of the window, which widens when it is full.
 
@@ -286,7 +305,7 @@ def _halves(unit: Unit) -> list[Unit]:
     return [[[a, d]], [[b, c]]]
 
 
-def _may_halve(ranks: _Ranks, unit: Unit, cuts: int, pending: list, later: int) -> bool:
+def _may_halve(ranks: Ranks, unit: Unit, cuts: int, pending: list, later: int) -> bool:
     if min(length for slot in unit for _, length in slot) < 2:
         return False
     if len(unit) == 2:  # two slots as before

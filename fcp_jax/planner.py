@@ -1,12 +1,14 @@
 """Making a plan: segments -> blocks -> placement -> transfers -> rounds -> tables. Host, numpy."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from fcp_jax.baselines import bytescale_blocks, magi_blocks, wlb_blocks
 from fcp_jax.blocks import Blocks, block_pairs, query_costs
 from fcp_jax.config import PlanConfig
 from fcp_jax.placement import place_windows
@@ -32,6 +34,10 @@ _COMPUTE_TOLERANCE = 0.05
 """Compute imbalance that a choice may have before anything else about it counts."""
 
 
+_GATHERING = ("ring", "all_gather", "wlb")
+"""Methods with one block a rank, which visits every other rank."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layout:
     """Cutting and placement of one row, and what follows for communication."""
@@ -39,11 +45,14 @@ class _Layout:
     segments: Segments
     blocks: Blocks
     rank: np.ndarray  # [num_blocks]
-    slot: np.ndarray  # [num_blocks]
     pairs: tuple[np.ndarray, np.ndarray]  # (query block, kv block)
     transfer_block: np.ndarray  # [num_transfers]
     transfer_dst: np.ndarray  # [num_transfers]
-    moved: np.ndarray  # [N, N] tokens that dispatch moves
+
+    @functools.cached_property
+    def slot(self) -> np.ndarray:
+        """[num_blocks], blocks of a rank in order."""
+        return occurrence(self.rank)
 
 
 def make_plan(segments, config: PlanConfig) -> Plan:
@@ -85,9 +94,9 @@ def make_batch_plan(rows: Sequence, config: PlanConfig) -> Plan:
     block_size, num_slots = _slots(config)
     transport, reason = _transport(config)
     layouts = [_lay_out(row, config, block_size, num_slots, transport) for row in rows]
-    coalesce = {"ring": 1, "all_gather": max(config.num_ranks - 1, 1)}.get(
-        config.method, config.coalesce
-    )
+    coalesce = config.coalesce
+    if config.method in _GATHERING:
+        coalesce = 1 if config.method == "ring" else max(config.num_ranks - 1, 1)
     schedules = _schedules(
         [(lay.rank[lay.transfer_block], lay.transfer_dst) for lay in layouts],
         config.num_ranks,
@@ -96,7 +105,8 @@ def make_batch_plan(rows: Sequence, config: PlanConfig) -> Plan:
         by_distance=config.method == "fcp",
         least_trips=1,  # the pipeline prefetches every group's first stage
     )
-    chunks = [_dispatch_chunks(lay.moved, block_size) for lay in layouts]
+    moved = [_moved_tokens(lay.blocks, lay.rank, config) for lay in layouts]
+    chunks = [_dispatch_chunks(tokens, block_size) for tokens in moved]
     dispatches = _schedules(
         [(src, dst) for src, dst, _ in chunks], config.num_ranks, transport, config.coalesce
     )
@@ -122,8 +132,8 @@ def make_batch_plan(rows: Sequence, config: PlanConfig) -> Plan:
         for lay, rounds, chunk, dispatch in zip(layouts, schedules, chunks, dispatches, strict=True)
     ]
     stats = [
-        _stats(lay, shape, config, rounds, reason)
-        for lay, rounds in zip(layouts, schedules, strict=True)
+        _stats(lay, shape, config, rounds, tokens, reason)
+        for lay, rounds, tokens in zip(layouts, schedules, moved, strict=True)
     ]
     plan = _join(plans)
     return dataclasses.replace(plan, stats=_worst(stats, time.perf_counter() - started))
@@ -142,12 +152,14 @@ def _checked(segments: Segments, config: PlanConfig) -> Segments:
 
 def _slots(config: PlanConfig) -> tuple[int, int]:
     """Returns (block size, slots a rank), fixed by the config so that batches share a program."""
-    if config.method in ("ring", "all_gather"):
+    if config.method in _GATHERING:
         return -(-config.tokens_per_rank // 64) * 64, 1
     size = config.block_size
     if config.method == "fcp" and config.num_ranks >= 16 and size % 128 == 0:
         size = max(size // 2, min(size, _FINEST_BLOCK))
     needed = -(-config.tokens_per_rank // size)
+    if config.method == "magi":
+        return size, needed
     return size, max(needed, 5 * config.tokens_per_rank // (4 * size))
 
 
@@ -157,25 +169,41 @@ def _transport(config: PlanConfig) -> tuple[str, str]:
         return chosen, "requested"
     if chosen == "xor":
         return chosen, "rounds as data; num_ranks is a power of two"
-    if config.method != "fcp":
+    if config.method in _GATHERING:
         return chosen, f"rounds as data; {config.method} is a rotation in every round"
-    return chosen, "rounds as data; num_ranks is not a power of two"
+    return chosen, "rounds as data"
 
 
 def _lay_out(
     segments: Segments, config: PlanConfig, block_size: int, num_slots: int, transport: str
 ) -> _Layout:
-    ranks = config.num_ranks
+    ranks, tokens, causal = config.num_ranks, config.tokens_per_rank, config.causal
+    if config.method == "fcp":
+        return _best_windows(segments, config, block_size, num_slots, transport)
+    if config.method == "magi":
+        return _placed(*magi_blocks(segments, ranks, tokens, block_size, causal), segments, config)
+    if config.method == "bytescale":
+        placed = bytescale_blocks(segments, ranks, tokens, block_size, num_slots)
+        return _placed(*placed, segments, config)
     if config.method == "ring":
         blocks = ring_blocks(segments, ranks, block_size)
-    elif config.method == "all_gather":
-        blocks = all_gather_blocks(segments, ranks, config.tokens_per_rank, block_size)
+    elif config.method == "wlb":
+        blocks = wlb_blocks(segments, ranks, tokens, block_size, causal)
     else:
-        return _best_windows(segments, config, block_size, num_slots, transport)
-    pairs = block_pairs(blocks, config.causal)
+        blocks = all_gather_blocks(segments, ranks, tokens, block_size)
     # Every rank's block visits every other rank.
     block, dst = np.nonzero(~np.eye(blocks.num_blocks, ranks, dtype=bool))
-    return _layout(segments, blocks, np.arange(blocks.num_blocks), pairs, block, dst, config)
+    rank, pairs = np.arange(blocks.num_blocks), block_pairs(blocks, causal)
+    return _Layout(segments, blocks, rank, pairs, block, dst)
+
+
+def _placed(blocks: Blocks, rank: np.ndarray, segments: Segments, config: PlanConfig) -> _Layout:
+    """The layout in which every rank pulls each block that it needs and does not own, once."""
+    ranks = config.num_ranks
+    query, kv = pairs = block_pairs(blocks, config.causal)
+    remote = rank[query] != rank[kv]
+    keys = np.unique(kv[remote] * ranks + rank[query[remote]])
+    return _Layout(segments, blocks, rank, pairs, keys // ranks, keys % ranks)
 
 
 def _best_windows(
@@ -186,35 +214,24 @@ def _best_windows(
     speeds = np.ones(ranks) if config.rank_speeds is None else np.array(config.rank_speeds)
     best, lowest = None, np.inf
     for choice in _WINDOW_CHOICES if ranks <= 256 else _WINDOW_CHOICES[:1]:
-        blocks, rank = place_windows(
+        placed = place_windows(
             segments, ranks, block_size, num_slots, config.causal, speeds, **choice
         )
-        pairs = block_pairs(blocks, config.causal)
-        remote = rank[pairs[0]] != rank[pairs[1]]
-        keys = np.unique(pairs[1][remote] * ranks + rank[pairs[0][remote]])
-        block, dst = keys // ranks, keys % ranks
-        src = rank[block]
-        costs = query_costs(blocks, segments, config.causal)
-        finish = np.bincount(rank, weights=costs, minlength=ranks) / speeds
-        over = max(imbalance(finish) - _COMPUTE_TOLERANCE, 0.0)
+        lay = _placed(*placed, segments, config)
+        src, dst = lay.rank[lay.transfer_block], lay.transfer_dst
+        costs = query_costs(lay.blocks, segments, config.causal)
+        finish = np.bincount(lay.rank, weights=costs, minlength=ranks) / speeds
         if transport == "static":
             rounds = max_degree(src, dst)
         else:
             rounds = schedule(src, dst, ranks, transport, config.coalesce, True).num_rounds
         traffic = np.bincount(src, minlength=ranks) + np.bincount(dst, minlength=ranks)
+        over = max(imbalance(finish) - _COMPUTE_TOLERANCE, 0.0)
         penalty = 100.0 * over + np.log1p(rounds) + 0.5 * imbalance(traffic)
         if penalty < lowest:
-            best = _layout(segments, blocks, rank, pairs, block, dst, config)
-            lowest = penalty
+            best, lowest = lay, penalty
     assert best is not None
     return best
-
-
-def _layout(segments, blocks: Blocks, rank, pairs, transfer_block, transfer_dst, config) -> _Layout:
-    moved = _moved_tokens(blocks, rank, config)
-    return _Layout(
-        segments, blocks, rank, occurrence(rank), pairs, transfer_block, transfer_dst, moved
-    )
 
 
 def _moved_tokens(blocks: Blocks, rank: np.ndarray, config: PlanConfig) -> np.ndarray:
@@ -360,7 +377,12 @@ def _join(plans: list[Plan]) -> Plan:
 
 
 def _stats(
-    lay: _Layout, shape: PlanShape, config: PlanConfig, rounds: Schedule, reason: str
+    lay: _Layout,
+    shape: PlanShape,
+    config: PlanConfig,
+    rounds: Schedule,
+    moved: np.ndarray,
+    reason: str,
 ) -> PlanStats:
     src, dst = lay.rank[lay.transfer_block], lay.transfer_dst
     costs = query_costs(lay.blocks, lay.segments, config.causal)
@@ -384,7 +406,7 @@ def _stats(
             rank_pairs,
             src,
             dst,
-            lay.moved,
+            moved,
             rounds.num_rounds,
             shape.transport,
         ),

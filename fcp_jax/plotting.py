@@ -137,3 +137,32 @@ def timeline(plan: Plan, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
         start = np.maximum(compute[:, stage, 1], pulls[:, stage, 1])
         compute[:, 1 + stage] = np.stack([start, start + work[:, 1 + stage]], 1)
     return compute, pulls
+
+
+def plot_comparison(plans: dict[str, dict], path) -> None:
+    """Draws balance, busiest rank's bytes and rounds of several methods side by side.
+
+    Args:
+      plans: fields of `PlanStats` by method.
+      path: image file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = (
+        ("compute_imbalance", "compute imbalance (max / mean - 1)", 1.0),
+        ("comm_imbalance", "communication imbalance (max / mean - 1)", 1.0),
+        ("payload_bytes_max", "KV of the busiest rank, GB a direction", 1e9),
+        ("num_rounds", "rounds", 1.0),
+    )
+    figure, axes = plt.subplots(1, len(panels), figsize=(15, 3.6), layout="constrained")
+    for axis, (name, title, unit) in zip(axes, panels, strict=True):
+        bars = axis.barh(list(plans), [stats[name] / unit for stats in plans.values()])
+        axis.bar_label(bars, fmt="%.3g", padding=2)
+        axis.margins(x=0.15)
+        axis.invert_yaxis()
+        axis.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
