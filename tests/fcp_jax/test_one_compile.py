@@ -26,7 +26,7 @@ def test_batches_of_a_workload_are_one_program(ranks, batches, workload):
     def plan(seed):
         return fcp.make_plan(sample_seqlens(workload, seed=seed, **size), config)
 
-    buckets.reserve(plan(1000 + seed) for seed in range(4))
+    buckets.reserve(plan(1000 + seed) for seed in range(16))
     programs = {program(buckets.pad(plan(seed))) for seed in range(batches)}
     assert len(programs) == 1 + buckets.num_growths <= 2
 
