@@ -13,6 +13,7 @@ from fcp_jax.config import PlanConfig
 from fcp_jax.gpu import gpu_compiler_options
 from fcp_jax.plan import Plan, PlanShape, bucket_size, pad_plan
 from fcp_jax.planner import make_batch_plan, make_plan
+from fcp_jax.prefetch import PlanPrefetcher
 from fcp_jax.segments import Segments
 from fcp_jax.stats import PlanStats
 from fcp_jax.validate import InvalidPlanError, validate_plan
@@ -40,6 +41,7 @@ __all__ = [
     "Plan",
     "PlanBuckets",
     "PlanConfig",
+    "PlanPrefetcher",
     "PlanShape",
     "PlanStats",
     "Segments",

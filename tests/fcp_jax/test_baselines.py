@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from parity import assert_close, cp_mesh, operands, value_and_grads
+from reference import dense_attention, segment_ids_of
 
 import fcp_jax as fcp
 from fcp_jax.__main__ import main
@@ -97,3 +99,13 @@ def test_compare_prints_every_method(tmp_path, capsys):
     assert [line.split()[0] for line in lines] == ["method", "fcp", "ring"]
     assert main([*arguments, "--methods", "fcp,rings"]) == 2
     assert "method must be one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["bytescale", "wlb", "magi"])
+def test_they_run(method):
+    config = fcp.PlanConfig(8, 100, block_size=64, coalesce=3, method=method)
+    segments = fcp.Segments.from_seqlens([333, 1, 64, 65, 63, 0, 128, 5, 20])
+    plan = fcp.make_plan(segments, config)
+    ids = segment_ids_of(segments, config.capacity)
+    args = operands(np.random.default_rng(0), config.capacity)
+    assert_close(value_and_grads(*args, plan, cp_mesh(8)), dense_attention(*args, ids, True))
