@@ -258,15 +258,13 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
 
     def compute(index, rounds, arrivals, following, carry):
         dq, dkv = carry
-        operands = *jnp.split(arrivals, 2, axis=1), *own
-        mask, work = rank.stage_mask(index, len(rounds)), rank.stage_work(index)
-        parts = jnp.concatenate(
-            block_attention_grad_kv(q, *operands, mask, work, **rank.options), axis=1
-        )
+        k, v = jnp.split(arrivals, 2, axis=1)
+        operands = k, v, *own, rank.stage_mask(index, len(rounds)), rank.stage_work(index)
+        parts = jnp.concatenate(block_attention_grad_kv(q, *operands, **rank.options), axis=1)
         # The pull hides behind dk and dv, and their way home behind dq.
         following, parts, later_q = lax.optimization_barrier((following, parts, q))
         returned = rank.push(parts, rounds)
-        dq = block_attention_grad_q(later_q, *operands, mask, work, dq, **rank.options)
+        dq = block_attention_grad_q(later_q, *operands, dq, **rank.options)
         returned, dq = lax.optimization_barrier((returned, dq))
         return following, (dq, rank.add(dkv, returned, index, rounds))
 
