@@ -47,6 +47,7 @@ def place_windows(
     *,
     spread: float = 1.0,
     only_roomy: bool = False,
+    level: bool = False,
 ) -> tuple[Blocks, np.ndarray]:
     """Cuts segments into blocks and gives each a rank.
 
@@ -61,6 +62,8 @@ def place_windows(
         costs traffic and evens it out.
       only_roomy: cut finer or take a wider window rather than one in which not every unit fits;
         else the units that do not fit go to the ranks around.
+      level: share segments that could stay whole among ranks that lack traffic, so that all send
+        and receive as much as the busiest.
 
     Returns:
       (blocks, rank): no rank holds more than num_slots blocks; rank is int64 [num_blocks].
@@ -75,14 +78,18 @@ def place_windows(
         run = (int(segments.starts[segment]), length)
         needed = -(-length // block_size)
         ranks.begin(segment, run)
-        if cost <= _WHOLE * fair and ranks.take_whole(run, LIMIT * fair):
-            unplaced -= length
-        elif cost < _FILLER * fair or ranks.tokens_left - needed * block_size < unplaced - length:
+        later = unplaced - length
+        small = cost <= _WHOLE * fair
+        if small and level and needed > 1 and _level(ranks, run, cost, fair, later):
+            unplaced = later
+        elif small and ranks.take_whole(run, LIMIT * fair):
+            unplaced = later
+        elif cost < _FILLER * fair or ranks.tokens_left - needed * block_size < later:
             fillers.append((segment, run))
         else:
             units, window = _choose(ranks, run, cost, fair, spread, only_roomy)
-            _fill(ranks, units, window, fair, unplaced - length)
-            unplaced -= length
+            _fill(ranks, units, window, fair, later)
+            unplaced = later
     for segment, run in fillers:
         ranks.begin(segment, run)
         ranks.pour(run)
@@ -114,6 +121,8 @@ class Ranks:
       load: float64 [num_ranks], token pairs over speed.
       free: int64 [num_ranks], slots with nothing in them.
       room: int64 [num_ranks], rows that shared runs may still fill.
+      received: int64 [num_ranks], slots pulled for units, as far as known.
+      sent: int64 [num_ranks], slots of units that others pull.
     """
 
     def __init__(
@@ -126,6 +135,8 @@ class Ranks:
         self.load = np.zeros(num_ranks)
         self.free = np.full(num_ranks, num_slots)
         self.room = np.full(num_ranks, num_slots * block_size)
+        self.received = np.zeros(num_ranks, np.int64)
+        self.sent = np.zeros(num_ranks, np.int64)
         self._slots: list[list[tuple[int, list[Run]]]] = [[] for _ in range(num_ranks)]
         self._shared: list[list[tuple[int, Run]]] = [[] for _ in range(num_ranks)]
 
@@ -146,6 +157,22 @@ class Ranks:
             for slot in unit
             for start, length in slot
         )
+
+    def add_traffic(self, taken: list[tuple[int, Unit]]) -> None:
+        """Counts the transfers among the slots of one segment, given as (rank, unit)."""
+        slots = [(rank, slot) for rank, unit in taken for slot in unit]
+        rank_of = np.array([rank for rank, _ in slots])
+        first = np.array([min(start for start, _ in slot) for _, slot in slots])
+        end = np.array([max(start + length for start, length in slot) for _, slot in slots])
+        seen = np.zeros(len(self.load), np.int64)
+        np.maximum.at(seen, rank_of, end)
+        ranks = np.unique(rank_of)
+        if not self.causal:
+            seen[ranks] = self._start + self._length
+        owned = np.bincount(rank_of, minlength=len(self.load))[ranks]
+        self.received[ranks] += np.searchsorted(np.sort(first), seen[ranks]) - owned
+        pulled_by = len(ranks) - np.searchsorted(np.sort(seen[ranks]), first, side="right")
+        np.add.at(self.sent, rank_of, pulled_by - 1)
 
     def take_slots(self, rank: int, unit: Unit, cost: int) -> None:
         """Puts a unit into free slots of a rank."""
@@ -224,6 +251,31 @@ def _choose(
     return units, (int(np.argmin(busy + 10.0 * missing)) * size, size)
 
 
+def _level(ranks: Ranks, run: Run, cost: int, fair: float, later: int) -> bool:
+    """Shares a segment among ranks that send and receive less than the busiest, if there are."""
+    needed = -(-run[1] // ranks.block_size)
+    if ranks.tokens_left - needed * ranks.block_size < later:
+        return False
+    traffic, larger = ranks.received + ranks.sent, np.maximum(ranks.received, ranks.sent)
+    lacking = np.minimum(traffic.max() - traffic, 1.5 * (larger.max() - larger))
+    for size in reversed(window_sizes(len(ranks.load))):
+        if size == 1 or 2 * size > max(needed, 4):
+            continue
+        units = zigzag_pairs(run, needed) if needed >= 2 * size else zigzag_slots(run, needed)
+        per_rank = -(-len(units) // size)
+        able = (
+            (lacking >= (3 * needed) // 2)
+            & (ranks.free >= per_rank * len(units[0]))
+            & (ranks.load + cost * per_rank / len(units) / ranks.speeds <= LIMIT * fair)
+        )
+        open_ = able.reshape(-1, size).all(axis=1)
+        if open_.any():
+            least = np.where(open_, lacking.reshape(-1, size).min(axis=1), -1)
+            _fill(ranks, units, (int(np.argmax(least)) * size, size), fair, later)
+            return True
+    return False
+
+
 def _missing(ranks: Ranks, units: list[Unit], cost: int, fair: float, size: int) -> np.ndarray:
     """The part of the units that does not fit within the limit, for every window of a size."""
     fits = np.floor((LIMIT * fair - ranks.load) * ranks.speeds * len(units) / cost + 1e-9)
@@ -247,6 +299,7 @@ def _fill(
     num_ranks = len(ranks.load)
     sizes = window_sizes(num_ranks)
     pending = [(unit, 0) for unit in reversed(units)]
+    taken = []
     while pending:
         unit, cuts = pending.pop()
         unit_cost = ranks.cost(unit)
@@ -262,16 +315,20 @@ def _fill(
         if good.any():
             rank = first + int(np.argmin(np.where(good, finish, np.inf)))
             ranks.take_slots(rank, unit, unit_cost)
+            taken.append((rank, unit))
         elif _may_halve(ranks, unit, cuts, pending, later):
             pending += [(half, cuts + (len(unit) == 1)) for half in _halves(unit)]
         elif able.any():
             rank = first + int(np.argmin(np.where(able, finish, np.inf)))
             ranks.take_slots(rank, unit, unit_cost)
+            taken.append((rank, unit))
         elif len(unit) == 2:
             pending += [([slot], cuts) for slot in unit]
         else:
             for part in unit[0]:
                 ranks.pour(part)
+    if taken:
+        ranks.add_traffic(taken)
 
 
 def zigzag_pairs(run: Run, count: int) -> list[Unit]:

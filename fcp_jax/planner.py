@@ -23,13 +23,6 @@ _FINEST_BLOCK = 2048
 (benchmarks/results/), and balance, bandwidth and rounds all gain (docs/planner.md)."""
 
 
-_WINDOW_CHOICES: tuple[dict[str, Any], ...] = (
-    {"spread": 1.0, "only_roomy": True},
-    {"spread": 1.3, "only_roomy": False},
-    {"spread": 1.7, "only_roomy": False},
-)
-"""Arguments of `place_windows` that are tried; only the first above 256 ranks, for the time."""
-
 _COMPUTE_TOLERANCE = 0.05
 """Compute imbalance that a choice may have before anything else about it counts."""
 
@@ -206,6 +199,21 @@ def _placed(blocks: Blocks, rank: np.ndarray, segments: Segments, config: PlanCo
     return _Layout(segments, blocks, rank, pairs, keys // ranks, keys % ranks)
 
 
+def _window_choices(num_ranks: int) -> list[dict[str, Any]]:
+    """Arguments of `place_windows` worth a try; only one above 256 ranks, for the time it takes.
+
+    Leveling evens out traffic up to 64 ranks. Beyond, it leaves too little to fill up computation
+    with, and the bandwidth that the least busy ranks need grows (docs/planner.md).
+    """
+    level = num_ranks <= 64
+    choices: list[dict[str, Any]] = [
+        {"spread": 1.0, "only_roomy": True, "level": level},
+        {"spread": 1.3, "only_roomy": False, "level": False},
+        {"spread": 1.7, "only_roomy": False, "level": level},
+    ]
+    return choices if num_ranks <= 256 else choices[:1]
+
+
 def _best_windows(
     segments: Segments, config: PlanConfig, block_size: int, num_slots: int, transport: str
 ) -> _Layout:
@@ -213,7 +221,7 @@ def _best_windows(
     ranks = config.num_ranks
     speeds = np.ones(ranks) if config.rank_speeds is None else np.array(config.rank_speeds)
     best, lowest = None, np.inf
-    for choice in _WINDOW_CHOICES if ranks <= 256 else _WINDOW_CHOICES[:1]:
+    for choice in _window_choices(ranks):
         placed = place_windows(
             segments, ranks, block_size, num_slots, config.causal, speeds, **choice
         )
@@ -225,9 +233,9 @@ def _best_windows(
             rounds = max_degree(src, dst)
         else:
             rounds = schedule(src, dst, ranks, transport, config.coalesce, True).num_rounds
-        traffic = np.bincount(src, minlength=ranks) + np.bincount(dst, minlength=ranks)
+        sent, received = (np.bincount(side, minlength=ranks) for side in (src, dst))
         over = max(imbalance(finish) - _COMPUTE_TOLERANCE, 0.0)
-        penalty = 100.0 * over + np.log1p(rounds) + 0.5 * imbalance(traffic)
+        penalty = 100.0 * over + np.log1p(rounds) + 0.5 * imbalance(sent + received)
         if penalty < lowest:
             best, lowest = lay, penalty
     assert best is not None
