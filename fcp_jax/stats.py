@@ -34,6 +34,8 @@ class PlanStats:
       payload_bytes_max: KV bytes the busiest rank sends or receives, whichever is more.
       wire_bytes_max: the same with the padding that the rounds carry.
       send_bytes_max: KV bytes the busiest sender sends.
+      intra_node_bytes: KV bytes of all transfers between ranks of one node.
+      inter_node_bytes: KV bytes of all other transfers.
       reshuffle_bytes_max: q, k and v bytes the busiest rank sends or receives in dispatch.
       memory_tokens_max: rows a rank holds in the plan's layout.
       planning_seconds: wall time of planning.
@@ -55,6 +57,8 @@ class PlanStats:
     payload_bytes_max: int
     wire_bytes_max: int
     send_bytes_max: int
+    intra_node_bytes: int
+    inter_node_bytes: int
     reshuffle_bytes_max: int
     memory_tokens_max: int
     planning_seconds: float
@@ -103,6 +107,7 @@ def transfer_stats(
     qkv_bytes = config.kv_bytes_per_token * qkv_heads // (2 * config.num_kv_heads)
     away = moved - np.diag(np.diag(moved))
     busiest = int(larger.max(initial=0))
+    inside = int((src // config.ranks_per_node == dst // config.ranks_per_node).sum())
     return {
         "compute_imbalance": imbalance(seconds),
         "comm_imbalance": imbalance(sent + received),
@@ -110,5 +115,7 @@ def transfer_stats(
         "payload_bytes_max": busiest,
         "wire_bytes_max": busiest if transport == "static" else num_rounds * block_bytes,
         "send_bytes_max": int(sent.max(initial=0)),
+        "intra_node_bytes": inside * block_bytes,
+        "inter_node_bytes": (len(src) - inside) * block_bytes,
         "reshuffle_bytes_max": int(max(away.sum(0).max(), away.sum(1).max())) * qkv_bytes,
     }
