@@ -15,7 +15,7 @@ import numpy as np
 from fcp_jax.blocks import Blocks
 from fcp_jax.segments import Segments
 
-LIMIT = 1.045
+LIMIT = 1.03
 """No rank gets more than this times its fair share of token pairs while any way around exists."""
 
 _WHOLE = 0.3

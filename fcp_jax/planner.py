@@ -19,7 +19,7 @@ from fcp_jax.segments import Segments, as_segments
 from fcp_jax.stats import PlanStats, imbalance, transfer_stats
 
 _FINEST_BLOCK = 2048
-"""From 16 ranks on, blocks are halved, but not below this: kernels still reach 95% of their rate
+"""Above 8 ranks, blocks are halved, but not below this: kernels still reach 95% of their rate
 (benchmarks/results/), and balance, bandwidth and rounds all gain (docs/planner.md)."""
 
 
@@ -148,7 +148,7 @@ def _slots(config: PlanConfig) -> tuple[int, int]:
     if config.method in _GATHERING:
         return -(-config.tokens_per_rank // 64) * 64, 1
     size = config.block_size
-    if config.method == "fcp" and config.num_ranks >= 16 and size % 128 == 0:
+    if config.method == "fcp" and config.num_ranks > 8 and size % 128 == 0:
         size = max(size // 2, min(size, _FINEST_BLOCK))
     needed = -(-config.tokens_per_rank // size)
     if config.method == "magi":
@@ -217,7 +217,7 @@ def _window_choices(num_ranks: int) -> list[dict[str, Any]]:
 def _best_windows(
     segments: Segments, config: PlanConfig, block_size: int, num_slots: int, transport: str
 ) -> _Layout:
-    """Tries windows of several widths; the best has few rounds and even traffic."""
+    """Tries windows of several widths; the best has few rounds, even traffic, little bandwidth."""
     ranks = config.num_ranks
     speeds = np.ones(ranks) if config.rank_speeds is None else np.array(config.rank_speeds)
     best, lowest = None, np.inf
@@ -234,8 +234,11 @@ def _best_windows(
         else:
             rounds = schedule(src, dst, ranks, transport, config.coalesce, True).num_rounds
         sent, received = (np.bincount(side, minlength=ranks) for side in (src, dst))
-        over = max(imbalance(finish) - _COMPUTE_TOLERANCE, 0.0)
-        penalty = 100.0 * over + np.log1p(rounds) + 0.5 * imbalance(sent + received)
+        larger = np.maximum(sent, received)
+        needed = float((larger / np.maximum(finish, 1.0)).max()) * finish.mean()
+        penalty = np.log1p(rounds) + 0.5 * imbalance(sent + received) + 0.5 * np.log1p(needed)
+        if imbalance(finish) > _COMPUTE_TOLERANCE:
+            penalty += 100.0 * (1.0 + imbalance(finish))
         if penalty < lowest:
             best, lowest = lay, penalty
     assert best is not None
