@@ -45,8 +45,11 @@ def _color_regular(left, right, num_ranks: int, degree: int) -> np.ndarray:
     """Colors a regular multigraph."""
     color = np.empty(len(left), np.int32)
     # Edges by (subgraph, vertex), `degree` each: [subgraphs * num_ranks, degree].
-    at_left = np.argsort(left, kind="stable").reshape(-1, degree)
-    at_right = np.argsort(right, kind="stable").reshape(-1, degree)
+    vertex = np.min_scalar_type(num_ranks)  # numpy sorts 16-bit integers by radix
+    at_left, at_right = (
+        np.argsort(side.astype(vertex), kind="stable").astype(np.int32).reshape(-1, degree)
+        for side in (left, right)
+    )
     next_color = 0
     while True:
         subgraphs = len(at_left) // num_ranks
@@ -72,24 +75,26 @@ def _alternate(at_left: np.ndarray, at_right: np.ndarray, num_edges: int) -> np.
     Pairing the edges at each vertex makes the edges a union of cycles that alternate between left
     and right pairs. Two steps along a cycle keep the mark, one step changes it.
     """
-    left_partner, right_partner = np.arange(num_edges), np.arange(num_edges)
+    left_partner, right_partner = np.tile(np.arange(num_edges, dtype=np.int32), (2, 1))
     for partner, at in ((left_partner, at_left), (right_partner, at_right)):
         a, b = at.reshape(-1, 2).T
         partner[a], partner[b] = b, a
     two_steps = right_partner[left_partner]
     links = csr_array(
-        (np.ones(num_edges, np.int8), two_steps, np.arange(num_edges + 1)),
+        (np.ones(num_edges), two_steps, np.arange(num_edges + 1, dtype=np.int32)),
         shape=(num_edges, num_edges),
     )
-    orbit = connected_components(links, directed=True, connection="weak")[1]
+    # On a permutation strong components are the cycles, and need no transposed graph.
+    orbit = connected_components(links, directed=True, connection="strong")[1]
     return orbit < orbit[left_partner]
 
 
 def _split(at: np.ndarray, half: np.ndarray, num_ranks: int) -> np.ndarray:
     """Splits every subgraph's edges into the marked and the unmarked half."""
-    marked = half[at]
     degree = at.shape[1] // 2
-    parts = [at[chosen].reshape(-1, 1, num_ranks, degree) for chosen in (marked, ~marked)]
+    at = at.ravel()
+    marked = half[at]
+    parts = [at.compress(chosen).reshape(-1, 1, num_ranks, degree) for chosen in (marked, ~marked)]
     return np.concatenate(parts, axis=1).reshape(-1, degree)
 
 
