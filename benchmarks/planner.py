@@ -14,11 +14,13 @@ import pathlib
 import platform
 import statistics
 import sys
+import time
 
 import numpy as np
 import scipy
 
 import fcp_jax as fcp
+from fcp_jax.edge_coloring import color_edges
 from fcp_jax.workloads import WORKLOADS, sample_seqlens
 
 TOKENS, BLOCK = 32768, 4096
@@ -42,6 +44,7 @@ def main() -> None:
         records += sweep("lognormal", ranks, min(options.seeds, 10))
     for ranks in _integers(options.time_ranks):
         records.append(planning_time(ranks))
+    records.append(coloring_time())
     command = "python -m benchmarks.planner " + " ".join(sys.argv[1:])
     common = {
         "benchmark": "planner",
@@ -176,6 +179,26 @@ def planning_time(ranks: int) -> dict:
     print(ranks, "planning seconds", [round(x, 4) for x in seconds], flush=True)
     return {
         "case": f"planning_seconds_{ranks}",
+        "value": statistics.median(seconds),
+        "unit": "s",
+        "kind": "measured",
+    }
+
+
+def coloring_time(ranks: int = 256, degree: int = 1112) -> dict:
+    """Times `color_edges` on the union of random permutations; median of 5."""
+    rng = np.random.default_rng(0)
+    src = np.tile(np.arange(ranks), degree)
+    dst = np.concatenate([rng.permutation(ranks) for _ in range(degree)])
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        color = color_edges(src, dst, ranks)
+        seconds.append(time.perf_counter() - started)
+    assert int(color.max()) == degree - 1
+    print(ranks, degree, "coloring seconds", [round(x, 4) for x in seconds], flush=True)
+    return {
+        "case": f"edge_coloring_seconds_{ranks}_degree_{degree}",
         "value": statistics.median(seconds),
         "unit": "s",
         "kind": "measured",
