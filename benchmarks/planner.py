@@ -48,7 +48,7 @@ def main() -> None:
     command = "python -m benchmarks.planner " + " ".join(sys.argv[1:])
     common = {
         "benchmark": "planner",
-        "device": platform.machine() + " CPU, one core",
+        "device": f"{platform.machine()} CPU, one core",
         "versions": {"numpy": np.__version__, "scipy": scipy.__version__},
         "command": command.strip(),
         "date": datetime.date.today().isoformat(),

@@ -16,12 +16,15 @@ from fcp_jax.plan import TABLES, Plan, PlanShape, pad_plan
 from fcp_jax.ring import all_gather_blocks, ring_blocks
 from fcp_jax.rounds import Schedule, max_degree, occurrence, schedule
 from fcp_jax.segments import Segments, as_segments
-from fcp_jax.stats import PlanStats, imbalance, transfer_stats
+from fcp_jax.stats import PlanStats, transfer_stats
 
 _FINEST_BLOCK = 2048
 """Above 8 ranks, blocks are halved, but not below this: kernels still reach 95% of their rate
 (benchmarks/results/), and balance, bandwidth and rounds all gain (docs/planner.md)."""
 
+
+_BANDWIDTH = 25.0
+"""GB/s a rank may need before it counts against a choice: half of a 400 Gbit/s link."""
 
 _COMPUTE_TOLERANCE = 0.05
 """Compute imbalance that a choice may have before anything else about it counts."""
@@ -200,7 +203,7 @@ def _placed(blocks: Blocks, rank: np.ndarray, segments: Segments, config: PlanCo
 
 
 def _window_choices(num_ranks: int) -> list[dict[str, Any]]:
-    """Arguments of `place_windows` worth a try; only one above 256 ranks, for the time it takes.
+    """Arguments of `place_windows` worth a try; fewer for many ranks, for the time it takes.
 
     Leveling evens out traffic up to 64 ranks. Beyond, it leaves too little to fill up computation
     with, and the bandwidth that the least busy ranks need grows (docs/planner.md).
@@ -210,8 +213,9 @@ def _window_choices(num_ranks: int) -> list[dict[str, Any]]:
         {"spread": 1.0, "only_roomy": True, "level": level},
         {"spread": 1.3, "only_roomy": False, "level": False},
         {"spread": 1.7, "only_roomy": False, "level": level},
+        {"spread": 1.0, "only_roomy": False, "level": False},
     ]
-    return choices if num_ranks <= 256 else choices[:1]
+    return choices[: 4 if num_ranks <= 128 else 3 if num_ranks <= 256 else 1]
 
 
 def _best_windows(
@@ -222,23 +226,21 @@ def _best_windows(
     speeds = np.ones(ranks) if config.rank_speeds is None else np.array(config.rank_speeds)
     best, lowest = None, np.inf
     for choice in _window_choices(ranks):
-        placed = place_windows(
+        blocks, rank = place_windows(
             segments, ranks, block_size, num_slots, config.causal, speeds, **choice
         )
-        lay = _placed(*placed, segments, config)
+        lay = _placed(blocks, rank, segments, config)
         src, dst = lay.rank[lay.transfer_block], lay.transfer_dst
-        costs = query_costs(lay.blocks, segments, config.causal)
-        finish = np.bincount(lay.rank, weights=costs, minlength=ranks) / speeds
-        if transport == "static":
-            rounds = max_degree(src, dst)
-        else:
+        rounds = max_degree(src, dst)
+        if transport != "static":
             rounds = schedule(src, dst, ranks, transport, config.coalesce, True).num_rounds
-        sent, received = (np.bincount(side, minlength=ranks) for side in (src, dst))
-        larger = np.maximum(sent, received)
-        needed = float((larger / np.maximum(finish, 1.0)).max()) * finish.mean()
-        penalty = np.log1p(rounds) + 0.5 * imbalance(sent + received) + 0.5 * np.log1p(needed)
-        if imbalance(finish) > _COMPUTE_TOLERANCE:
-            penalty += 100.0 * (1.0 + imbalance(finish))
+        pairs = np.bincount(rank, query_costs(blocks, segments, config.causal), ranks)
+        stays = np.zeros((ranks, ranks), np.int64)
+        stats = transfer_stats(config, block_size, pairs, src, dst, stays, rounds, transport)
+        penalty = np.log1p(rounds) + 0.5 * stats["comm_imbalance"]
+        penalty += 3.0 * np.log(max(stats["bandwidth_needed"] / _BANDWIDTH, 1.0))
+        if stats["compute_imbalance"] > _COMPUTE_TOLERANCE:
+            penalty += 100.0 * (1.0 + stats["compute_imbalance"])
         if penalty < lowest:
             best, lowest = lay, penalty
     assert best is not None
