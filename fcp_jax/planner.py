@@ -241,6 +241,7 @@ def _best_windows(
         penalty += 3.0 * np.log(max(stats["bandwidth_needed"] / _BANDWIDTH, 1.0))
         if stats["compute_imbalance"] > _COMPUTE_TOLERANCE:
             penalty += 100.0 * (1.0 + stats["compute_imbalance"])
+        penalty = round(float(penalty), 9)  # the logarithm's last bits are the machine's own
         if penalty < lowest:
             best, lowest = lay, penalty
     assert best is not None
