@@ -8,7 +8,7 @@ from fcp_jax.plan import Plan, bucket_size, pad_plan
 
 logger = logging.getLogger(__name__)
 
-_SMALLEST = 8
+_SMALLEST = 16
 """Least size of a table: small counts vary most from batch to batch."""
 
 
