@@ -92,7 +92,8 @@ def main() -> None:
         result = engine.generate(prompts, lengths, options.output_tokens)
         tokens[name] = result.tokens
         max_len = options.prompt_tokens + options.output_tokens
-        text = engine.prefill_text(*prompts.shape, max_len)
+        batch, length = prompts.shape
+        text = engine.prefill_text(batch, length, max_len)
         kinds = sorted({collective.kind for collective in hlo.collectives(text)})
         tpot = result.decode_seconds / max(options.output_tokens - 1, 1)
         print(

@@ -17,26 +17,32 @@ _FAR = 2**30  # beyond any place; TokenMask places are below it
 
 
 class TileSchedule(NamedTuple):
-    """Tiles to visit, in compressed sparse row form; masked tiles come first in each row.
+    """Tiles to visit, in compressed sparse row form.
 
-    Row t visits the column tiles tiles[starts[t]], ..., tiles[starts[t + 1] - 1], of which the
-    first num_masked[t] need the token mask and the others are visible throughout.
+    Row t visits the column tiles named by tiles[starts[t]], ..., tiles[starts[t + 1] - 1]: first
+    num_masked[t] that need the token mask, then num_half[t] of which only one half holds anything
+    (they need the mask too), then those that are visible throughout.
 
     Attributes:
       order: int32 [num_rows], row tiles by falling number of visits: longest processing time first.
+      num_live: int32 [1], how many row tiles visit anything; the others come last in `order`.
       starts: int32 [num_rows + 1].
       num_masked: int32 [num_rows].
-      tiles: int32 [max_items * row tiles in a block * column tiles in a block].
+      num_half: int32 [num_rows].
+      tiles: int32 [max_items * row tiles in a block * column tiles in a block], where a column tile
+        begins, in units of half a tile; even, but for tiles of which only the second half counts.
     """
 
     order: jax.Array
+    num_live: jax.Array
     starts: jax.Array
     num_masked: jax.Array
+    num_half: jax.Array
     tiles: jax.Array
 
 
 def query_major(
-    mask: TokenMask, work: WorkList, *, block_size: int, tile_q: int, tile_kv: int
+    mask: TokenMask, work: WorkList, *, block_size: int, tile_q: int, tile_kv: int, halves: bool
 ) -> TileSchedule:
     """Lists, for every query tile, the kv tiles it sees.
 
@@ -45,110 +51,121 @@ def query_major(
       work: block pairs; rows are query blocks, columns are kv blocks.
       block_size: rows per block; a multiple of both tiles.
       tile_q: query rows per tile, a multiple of 16.
-      tile_kv: kv rows per tile, a multiple of 16.
+      tile_kv: kv rows per tile, a multiple of 32.
+      halves: whether to tell half tiles apart; else they count as masked.
 
     Returns:
       A schedule whose rows are query tiles and whose columns are kv tiles.
     """
-    return _build(mask, work, block_size, tile_q, tile_kv, query_rows=True)
+    rows = _rows(work)
+    seen = _Summary.of_queries(mask, block_size, tile_q).take(rows)
+    held = _Summary.of_kv(mask, block_size, tile_kv // 2).take(work.columns)
+    live, full = _meet(seen, held)
+    return _compress(live, full, work.columns, rows, work, halves)
 
 
 def kv_major(
     mask: TokenMask, work: WorkList, *, block_size: int, tile_q: int, tile_kv: int
 ) -> TileSchedule:
     """Lists, for every kv tile, the query tiles that see it. Arguments as in `query_major`."""
-    num_columns = mask.kv_index.shape[0] // block_size
-    return _build(
-        mask, work.transpose(num_columns), block_size, tile_q, tile_kv, query_rows=False
+    work = work.transpose(mask.kv_index.shape[0] // block_size)
+    rows = _rows(work)
+    seen = _Summary.of_queries(mask, block_size, tile_q // 2).take(work.columns)
+    held = _Summary.of_kv(mask, block_size, tile_kv).take(rows)
+    live, full = (x.swapaxes(1, 2) for x in _meet(seen, held))
+    return _compress(live, full, work.columns, rows, work, halves=False)
+
+
+class _Summary(NamedTuple):
+    """Spans of places, by stripe [block, tile, stripe] and by tile [block, tile].
+
+    For query rows, the stripe spans cover all that any row sees and the tile spans what every row
+    sees; for kv rows both cover what the rows hold. Padding rows widen no stripe and make a tile's
+    span impossible, so that it never counts as visible throughout.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    tile_first: jax.Array
+    tile_last: jax.Array
+
+    @classmethod
+    def of_queries(cls, mask: TokenMask, block_size: int, tile: int) -> "_Summary":
+        real = mask.query_lo <= mask.query_hi
+        shape = (-1, block_size // tile, tile // _STRIPE, _STRIPE)
+        return cls(
+            jnp.where(real, mask.query_lo, _FAR).reshape(shape).min(3),
+            jnp.where(real, mask.query_hi, -1).reshape(shape).max(3),
+            jnp.where(real, mask.query_lo, _FAR).reshape(shape).max((2, 3)),
+            jnp.where(real, mask.query_hi, -1).reshape(shape).min((2, 3)),
+        )
+
+    @classmethod
+    def of_kv(cls, mask: TokenMask, block_size: int, tile: int) -> "_Summary":
+        real = mask.kv_index >= 0
+        shape = (-1, block_size // tile, tile // _STRIPE, _STRIPE)
+        first = jnp.where(real, mask.kv_index, _FAR).reshape(shape).min(3)
+        last = jnp.where(real, mask.kv_index, -1).reshape(shape).max(3)
+        return cls(first, last, jnp.where(real, mask.kv_index, -1).reshape(shape).min((2, 3)),
+                   last.max(2))  # fmt: skip
+
+    def take(self, blocks) -> "_Summary":
+        """Picks blocks; padding items may name any, so they are clipped."""
+        blocks = jnp.clip(blocks, 0, self.first.shape[0] - 1)
+        return _Summary(*(x[blocks] for x in self))
+
+
+def _meet(seen: _Summary, held: _Summary) -> tuple[jax.Array, jax.Array]:
+    """Whether [item, query tile, kv tile] holds any visible pair, and whether all are visible."""
+    live = (seen.first[:, :, None, :, None] <= held.last[:, None, :, None, :]) & (
+        held.first[:, None, :, None, :] <= seen.last[:, :, None, :, None]
     )
-
-
-def _build(mask, work, block_size, tile_q, tile_kv, query_rows) -> TileSchedule:
-    real_row = mask.query_lo <= mask.query_hi
-    # Stripe summaries decide emptiness: the span of places a stripe of query rows sees, and the
-    # span of places a stripe of kv rows holds. Padding rows widen neither.
-    see = (
-        _stripes(jnp.where(real_row, mask.query_lo, _FAR), block_size, tile_q, jnp.min),
-        _stripes(jnp.where(real_row, mask.query_hi, -1), block_size, tile_q, jnp.max),
+    full = (seen.tile_first[:, :, None] <= held.tile_first[:, None, :]) & (
+        held.tile_last[:, None, :] <= seen.tile_last[:, :, None]
     )
-    real_kv = mask.kv_index >= 0
-    hold = (
-        _stripes(jnp.where(real_kv, mask.kv_index, _FAR), block_size, tile_kv, jnp.min),
-        _stripes(jnp.where(real_kv, mask.kv_index, -1), block_size, tile_kv, jnp.max),
+    live = live.any(axis=(3, 4))
+    return live, live & full
+
+
+def _rows(work: WorkList) -> jax.Array:
+    return jnp.minimum(work.rows(), work.row_starts.shape[0] - 2)
+
+
+def _compress(live, full, column, rows, work: WorkList, halves: bool) -> TileSchedule:
+    """Boolean [item, row tile, half column tile] to lists; no sort, since items are row-ordered."""
+    num_items, per_row, per_column = live.shape[0], live.shape[1], live.shape[2] // 2
+    is_item = jnp.arange(num_items) < work.row_starts[-1]
+    # To [row tile in block, item, column tile in block, half].
+    live, full = (
+        (x & is_item[:, None, None]).swapaxes(0, 1).reshape(per_row, num_items, per_column, 2)
+        for x in (live, full)
     )
-    # A tile needs no mask where the narrowest row sees every place. Padding rows count here.
-    see_all = (
-        _tiles(mask.query_lo, block_size, tile_q, jnp.max),
-        _tiles(jnp.where(real_row, mask.query_hi, -1), block_size, tile_q, jnp.min),
-    )
-    hold_all = (
-        _tiles(jnp.where(real_kv, mask.kv_index, -1), block_size, tile_kv, jnp.min),
-        _tiles(mask.kv_index, block_size, tile_kv, jnp.max),
-    )
-
-    rows = jnp.minimum(work.rows(), work.row_starts.shape[0] - 2)
-    q_block, kv_block = (rows, work.columns) if query_rows else (work.columns, rows)
-    num_q_blocks, num_kv_blocks = see_all[0].shape[0], hold_all[0].shape[0]
-    q_block = jnp.clip(q_block, 0, num_q_blocks - 1)  # padding items may hold anything
-    kv_block = jnp.clip(kv_block, 0, num_kv_blocks - 1)
-
-    def pairs(q_side, kv_side, q_axes, kv_axes):
-        """[item, q tile, kv tile, ...] views of per-block summaries."""
-        q_side, kv_side = q_side[q_block], kv_side[kv_block]
-        return jnp.expand_dims(q_side, q_axes), jnp.expand_dims(kv_side, kv_axes)
-
-    # [item, q tile, kv tile, q stripe, kv stripe]
-    axes = ((2, 4), (1, 3))
-    lo, last = pairs(see[0], hold[1], *axes)
-    hi, first = pairs(see[1], hold[0], *axes)
-    live = ((lo <= last) & (first <= hi)).any(axis=(3, 4))
-    lo, first = pairs(see_all[0], hold_all[0], (2,), (1,))
-    hi, last = pairs(see_all[1], hold_all[1], (2,), (1,))
-    full = live & (lo <= first) & (last <= hi)
-
-    is_item = jnp.arange(work.columns.shape[0]) < work.row_starts[-1]
-    live, full = live & is_item[:, None, None], full & is_item[:, None, None]
-    column = kv_block if query_rows else q_block
-    if not query_rows:
-        live, full = live.swapaxes(1, 2), full.swapaxes(1, 2)
-    return _compress(live & ~full, full, column, rows, work.row_starts)
-
-
-def _compress(masked, full, column, rows, row_starts) -> TileSchedule:
-    """Boolean [item, row tile, column tile] to lists, without a sort: items are row-ordered."""
-    num_items, per_row, per_column = masked.shape
-    tile = column[:, None] * per_column + jnp.arange(per_column, dtype=jnp.int32)
-    tile = jnp.broadcast_to(tile, (per_row, num_items, per_column)).reshape(per_row, -1)
-    row = jnp.repeat(rows, per_column)
+    half = (live.sum(axis=3) == 1) & halves
+    whole = full.all(axis=3)
+    kinds = (live.any(axis=3) & ~half & ~whole, half, whole)
+    entry = (column[:, None] * per_column + jnp.arange(per_column, dtype=jnp.int32)) * 2
+    entry = entry + (half & live[..., 1])
 
     def ranks(kind):
-        """Place of every entry in its row's list, and the list lengths [row block, row tile]."""
-        kind = kind.swapaxes(0, 1).reshape(per_row, -1).astype(jnp.int32)
-        total = jnp.pad(jnp.cumsum(kind, axis=1), ((0, 0), (1, 0)))
-        edges = total[:, row_starts * per_column]
-        return total[:, :-1] - edges[:, row], jnp.diff(edges, axis=1).T, kind > 0
+        """Place of every entry among its kind in its row, and how many each row has."""
+        total = jnp.cumsum(kind.reshape(per_row, -1).astype(jnp.int32), axis=1)
+        total = jnp.pad(total, ((0, 0), (1, 0)))
+        edges = total[:, work.row_starts * per_column]
+        rank = total[:, :-1].reshape(kind.shape) - edges[:, rows][..., None]
+        return rank, jnp.diff(edges, axis=1).T.reshape(-1)  # [row block, row tile] flattened
 
-    masked_rank, num_masked, masked = ranks(masked)
-    full_rank, num_full, full = ranks(full)
-    num_masked, num_full = num_masked.reshape(-1), num_full.reshape(-1)
-    counts = num_masked + num_full
-    starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
-
-    row_tile = row * per_row + jnp.arange(per_row, dtype=jnp.int32)[:, None]
-    place = starts[row_tile] + jnp.where(masked, masked_rank, num_masked[row_tile] + full_rank)
-    place = jnp.where(masked | full, place, tile.size)
-    tiles = jnp.zeros(tile.size, jnp.int32).at[place.reshape(-1)].set(
-        tile.reshape(-1).astype(jnp.int32), mode="drop"
-    )
-    order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
-    return TileSchedule(order, starts, num_masked.astype(jnp.int32), tiles)
-
-
-def _tiles(x, block_size: int, tile: int, reduce):
-    """[rows] to [block, tile in block]."""
-    return reduce(x.reshape(-1, block_size // tile, tile), axis=2)
-
-
-def _stripes(x, block_size: int, tile: int, reduce):
-    """[rows] to [block, tile in block, stripe in tile]."""
-    return reduce(x.reshape(-1, block_size // tile, tile // _STRIPE, _STRIPE), axis=3)
+    ranked = [ranks(kind) for kind in kinds]
+    counts = [count for _, count in ranked]
+    total = counts[0] + counts[1] + counts[2]
+    starts = jnp.pad(jnp.cumsum(total), (1, 0))
+    row_tile = rows[None, :] * per_row + jnp.arange(per_row, dtype=jnp.int32)[:, None]
+    place, begin = jnp.full(entry.shape, entry.size), starts[:-1]
+    for kind, (rank, count) in zip(kinds, ranked, strict=True):
+        place = jnp.where(kind, begin[row_tile][..., None] + rank, place)
+        begin = begin + count
+    tiles = jnp.zeros(entry.size, jnp.int32)
+    tiles = tiles.at[place.reshape(-1)].set(entry.reshape(-1).astype(jnp.int32), mode="drop")
+    order = jnp.argsort(-total, stable=True)
+    num_live = (total > 0).sum(keepdims=True)
+    fields = (order, num_live, starts, counts[0], counts[1], tiles)
+    return TileSchedule(*(x.astype(jnp.int32) for x in fields))

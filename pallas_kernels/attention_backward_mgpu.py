@@ -1,0 +1,384 @@
+# pyrefly: ignore-errors
+# ruff: noqa: E741, E501
+"""Backward block attention on Hopper: dq, dk and dv in one pass over the tiles.
+
+One thread block takes a (kv tile, kv head) unit: K and V stay in shared memory, dk and dv in
+registers, and the query tiles of every head that shares the kv head stream past, so the sum over
+the group costs nothing. Each step multiplies five times (S, dP, dV, dK, dQ) and adds its dq tile to
+global memory; a second kernel for dq would multiply seven times.
+
+Adding tiles of dq from many thread blocks in float32 would make the last bits depend on their
+order. Here dq is accumulated in int32 fixed point, whose sum does not: the quantum of a row is
+chosen from a bound on its |dq|, so that it cannot overflow (`_quantum`), and is about 1e-5 of the
+largest rounding error that bfloat16 products make.
+
+Status: written, not yet shown right anywhere; `block_attention_grad_*` do not offer it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mgpu_common import (
+    ACC,
+    COLUMN,
+    LOG2_E,
+    ROW,
+    ROWS,
+    TILED,
+    dot,
+    full,
+    unit_plan,
+)
+from pallas_kernels.tile_schedule import TileSchedule
+from pallas_kernels.work_list import TokenMask
+
+_TILED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    mask: TokenMask,
+    schedule: TileSchedule,
+    *,
+    scale: float,
+    config,
+    num_ctas: int,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs the kernel.
+
+    Args:
+      q: [query_rows, num_q_heads, head_dim], bfloat16 or float16.
+      k: [kv_rows, num_kv_heads, head_dim].
+      v: like k.
+      dout: like q.
+      lse: float32 [num_q_heads, query_rows], natural log.
+      delta: float32 [num_q_heads, query_rows].
+      mask: which token pairs count.
+      schedule: from `tile_schedule.kv_major`, with query tiles of 64 and kv tiles of 128.
+      scale: multiplies q.k; positive.
+      config: a `BackwardConfig`.
+      num_ctas: thread blocks to launch, one per SM.
+      interpret: run in the Pallas interpreter, on any machine.
+
+    Returns:
+      (dq, dk, dv), float32.
+    """
+    num_rows, num_q_heads, dim = q.shape
+    num_kv_rows, num_kv_heads, _ = k.shape
+    group, dtype, stages = num_q_heads // num_kv_heads, q.dtype, config.stages
+    num_ctas = max(1, min(num_ctas, num_kv_rows // (2 * ROWS) * num_kv_heads))
+    by_columns = dim >= 128  # how the two warpgroups share dq: columns of it, or kv rows
+    dq_columns = dim // 2 if by_columns else dim
+    log2_scale = scale * LOG2_E
+
+    # Per query row and head: lse in base 2 (a row that saw nothing gets weight 0), delta, 1/quantum.
+    quantum = _quantum(k, v, dout, delta, scale)
+    stats = jnp.stack(
+        [
+            jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E),
+            delta,
+            jnp.where(quantum > 0, scale / quantum, 0.0),
+        ],
+        axis=1,
+    )
+    stats = stats.reshape(num_q_heads, 3, -1, ROWS).swapaxes(1, 2)  # [head, tile, 3, row]
+    # Padding rows (lo > hi) see only a place that no token has.
+    real = mask.query_lo <= mask.query_hi
+    spans = jnp.stack(
+        [
+            jnp.where(real, mask.query_lo, 2**30),
+            jnp.where(real, mask.query_hi - mask.query_lo, 0),
+        ]
+    )
+    spans = spans.reshape(2, -1, ROWS).swapaxes(0, 1)  # [tile, 2, row]
+
+    def kernel(
+        q_ref, k_ref, v_ref, do_ref, stats_ref, spans_ref, index_ref, order_ref, num_live_ref,
+        starts_ref, num_masked_ref, num_half_ref, tiles_ref, dq_ref, dk_ref, dv_ref, k_smem, v_smem,
+        q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, kv_full, kv_empty, q_full,
+        q_empty, do_full, do_empty, spans_full, ds_full,
+    ):  # fmt: skip
+        del num_half_ref
+        cta = lax.axis_index("cta")
+        wg = lax.axis_index("wg")
+
+        def plan():
+            rounds, unit = unit_plan(cta, num_ctas, num_live_ref[0], 1, num_kv_heads, order_ref)
+
+            def unit_at(r):
+                kv_head, tile, _ = unit(r)
+                begin = starts_ref[tile]
+                return kv_head, tile, begin, starts_ref[tile + 1] - begin, num_masked_ref[tile]
+
+            return rounds, unit_at
+
+        @pl.when(wg < 2)
+        def _compute():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            rounds, unit_at = plan()
+
+            def run_unit(r, step):
+                kv_head, tile, begin, count, num_masked = unit_at(r)
+                rows = pl.ds(tile * (2 * ROWS) + wg * ROWS, ROWS)
+                index = plgpu.load(index_ref.at[rows], layout=ROW, optimized=False)
+                plgpu.barrier_wait(kv_full)
+
+                def weights(s, slot, masked):
+                    if masked:
+                        plgpu.barrier_wait(spans_full.at[slot])
+                        lo, width = (
+                            lax.broadcast_in_dim(
+                                plgpu.load(spans_smem.at[slot, i], layout=COLUMN, optimized=False),
+                                s.shape, [1],
+                            ) for i in range(2)
+                        )  # fmt: skip
+                        place = lax.broadcast_in_dim(index, s.shape, [0])
+                        seen = (place - lo).astype(jnp.uint32) <= width.astype(jnp.uint32)
+                        s = jnp.where(seen, s, -jnp.inf)
+                    lse = plgpu.load(stats_smem.at[slot, 0], layout=COLUMN, optimized=False)
+                    return jnp.exp2(s * log2_scale - lax.broadcast_in_dim(lse, s.shape, [1]))
+
+                def finish_dq(dq, factor, at):
+                    q_tile, head = at
+                    dq = dq * lax.broadcast_in_dim(factor, dq.shape, [0])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    dq_smem.at[wg][...] = dq.astype(jnp.int32)
+                    plgpu.commit_smem()
+                    columns = pl.ds(wg * dq_columns, dq_columns) if by_columns else pl.ds(0, dim)
+                    plgpu.copy_smem_to_gmem(
+                        dq_smem.at[wg],
+                        dq_ref.at[pl.ds(q_tile * ROWS, ROWS), head, columns],
+                        reduction_op="add",
+                    )
+
+                def dq_product(ref, step):
+                    """Dq of a step: dS @ K, this warpgroup's share of it."""
+                    buffer = lax.rem(step, 2)
+                    if not by_columns:
+                        parts = [(ds_smem.at[buffer, wg], k_smem.at[wg])]
+                    else:
+                        columns = pl.ds(wg * dq_columns, dq_columns)
+                        parts = [
+                            (ds_smem.at[buffer, w], k_smem.at[w, :, columns]) for w in range(2)
+                        ]
+                    for ds, k in parts:
+                        if interpret:
+                            ref = ref + dot(ds[...].T, k[...])
+                        else:
+                            plgpu.wgmma(ref, ds.T, k)
+                    return ref
+
+                def visit(first, masked, head, j, carry):
+                    """One query tile; `first` has no dq of the step before it to finish."""
+                    dk, dv, factor, at, step = carry
+                    slot, buffer = lax.rem(step, stages), lax.rem(step, 2)
+                    q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
+                    q_head = kv_head * group + head
+
+                    def body(s_ref=None, dp_ref=None, dq_ref=None):
+                        plgpu.barrier_wait(q_full.at[slot])
+                        if not first:
+                            plgpu.barrier_wait(ds_full.at[lax.rem(step - 1, 2)])
+                        if interpret:
+                            plgpu.barrier_wait(do_full.at[slot])
+                            dq = None if first else dq_product(dq_zero(), step - 1)
+                            s = dot(k_smem[wg], q_tile[...].T)
+                            dp = dot(v_smem[wg], do_tile[...].T)
+                        else:
+                            if not first:
+                                dq_product(dq_ref, step - 1)
+                            plgpu.wgmma(s_ref, k_smem.at[wg], q_tile.T)
+                            plgpu.barrier_wait(do_full.at[slot])
+                            plgpu.wgmma(dp_ref, v_smem.at[wg], do_tile.T)
+                        if not first:
+                            if not interpret:
+                                dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=2)
+                            finish_dq(dq, factor, at)
+                        if not interpret:
+                            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                        p = weights(s, slot, masked)
+                        delta = plgpu.load(stats_smem.at[slot, 1], layout=COLUMN, optimized=False)
+                        delta = lax.broadcast_in_dim(delta, p.shape, [1])
+                        if not interpret:
+                            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+                        ds = p * (dp - delta)
+                        # Both products follow at once: narrowing p earlier would cost registers.
+                        p, ds = lax.optimization_barrier((p, ds))
+                        p, ds = p.astype(dtype), ds.astype(dtype)
+                        ds_smem.at[buffer, wg][...] = ds
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(ds_full.at[buffer])
+                        if interpret:
+                            new_dv, new_dk = dv + dot(p, do_tile[...]), dk + dot(ds, q_tile[...])
+                        else:
+
+                            def products(refs):
+                                plgpu.wgmma(refs[0], p, do_tile)
+                                plgpu.wgmma(refs[1], ds, q_tile)
+
+                            new_dv, new_dk = pl.run_state(products)(
+                                (plgpu.ACC.init(dv), plgpu.ACC.init(dk))
+                            )
+                        new_factor = plgpu.load(stats_smem.at[slot, 2], layout=ROW, optimized=False)
+                        plgpu.barrier_arrive(q_empty.at[slot])
+                        plgpu.barrier_arrive(do_empty.at[slot])
+                        return new_dk, new_dv, new_factor
+
+                    def dq_zero():
+                        return jnp.zeros((ROWS, dq_columns), jnp.float32)
+
+                    if interpret:
+                        dk, dv, factor = body()
+                    else:
+                        shapes = [(ROWS, ROWS)] * 2 + [(ROWS, dq_columns)] * (not first)
+                        dk, dv, factor = pl.run_scoped(
+                            body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes)
+                        )
+                    return dk, dv, factor, (lax.div(tiles_ref[begin + j], 2), q_head), step + 1
+
+                zero = full((ROWS, dim), 0.0, ACC)
+                carry = (zero, zero, full((ROWS,), 0.0, ROW), (jnp.int32(0), jnp.int32(0)), step)
+                carry = visit(True, True, jnp.int32(0), jnp.int32(0), carry)
+
+                def run_head(head, carry):
+                    first = jnp.where(head == 0, 1, 0)
+                    carry = lax.fori_loop(
+                        first, jnp.maximum(num_masked, 1),
+                        lambda j, c: visit(False, True, head, j, c), carry,
+                    )  # fmt: skip
+                    return lax.fori_loop(
+                        jnp.maximum(num_masked, 1), count,
+                        lambda j, c: visit(False, False, head, j, c), carry,
+                    )  # fmt: skip
+
+                dk, dv, factor, at, step = lax.fori_loop(0, group, run_head, carry)
+                plgpu.barrier_wait(ds_full.at[lax.rem(step - 1, 2)])
+                if interpret:
+                    dq = dq_product(jnp.zeros((ROWS, dq_columns), jnp.float32), step - 1)
+                else:
+
+                    def last_dq(ref):
+                        dq_product(ref, step - 1)
+                        return ref[...]
+
+                    dq = pl.run_scoped(last_dq, plgpu.ACC((ROWS, dq_columns), jnp.float32))
+                plgpu.barrier_arrive(kv_empty)
+                finish_dq(dq, factor, at)
+                dk_ref.at[rows, kv_head][...] = dk * scale
+                dv_ref.at[rows, kv_head][...] = dv
+                return step
+
+            lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == 2)
+        def _copy():
+            plgpu.set_max_registers(config.copy_registers, action="decrease")
+            rounds, unit_at = plan()
+
+            def run_unit(r, step):
+                kv_head, tile, begin, count, num_masked = unit_at(r)
+                pl.when(r > 0)(lambda: plgpu.barrier_wait(kv_empty))
+                for w in range(2):
+                    rows = pl.ds(tile * (2 * ROWS) + w * ROWS, ROWS)
+                    plgpu.copy_gmem_to_smem(k_ref.at[rows, kv_head], k_smem.at[w], kv_full)
+                    plgpu.copy_gmem_to_smem(v_ref.at[rows, kv_head], v_smem.at[w], kv_full)
+
+                def copy_tile(head, j, step):
+                    slot = lax.rem(step, stages)
+                    q_tile = lax.div(tiles_ref[begin + j], 2)
+                    rows = pl.ds(q_tile * ROWS, ROWS)
+                    reused = step >= stages
+                    pl.when(reused)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
+                    plgpu.copy_gmem_to_smem(q_ref.at[rows, head], q_smem.at[slot], q_full.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        stats_ref.at[head, q_tile], stats_smem.at[slot], q_full.at[slot]
+                    )
+
+                    @pl.when(j < jnp.maximum(num_masked, 1))
+                    def _():
+                        plgpu.copy_gmem_to_smem(
+                            spans_ref.at[q_tile], spans_smem.at[slot], spans_full.at[slot]
+                        )
+
+                    pl.when(reused)(lambda: plgpu.barrier_wait(do_empty.at[slot]))
+                    plgpu.copy_gmem_to_smem(
+                        do_ref.at[rows, head], do_smem.at[slot], do_full.at[slot]
+                    )
+                    return step + 1
+
+                def run_head(head, step):
+                    q_head = kv_head * group + head
+                    return lax.fori_loop(0, count, lambda j, s: copy_tile(q_head, j, s), step)
+
+                return lax.fori_loop(0, group, run_head, step)
+
+            steps = lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
+            if interpret:  # which wants every arrival observed
+
+                def drain(j, _):
+                    plgpu.barrier_wait(q_empty.at[lax.rem(j, stages)])
+                    plgpu.barrier_wait(do_empty.at[lax.rem(j, stages)])
+
+                lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
+                pl.when(rounds > 0)(lambda: plgpu.barrier_wait(kv_empty))
+
+    launch = plgpu.kernel(
+        kernel,
+        out_type=(),
+        scratch_types=dict(
+            k_smem=plgpu.SMEM((2, ROWS, dim), dtype, transforms=TILED),
+            v_smem=plgpu.SMEM((2, ROWS, dim), dtype, transforms=TILED),
+            q_smem=plgpu.SMEM((stages, ROWS, dim), dtype, transforms=TILED),
+            do_smem=plgpu.SMEM((stages, ROWS, dim), dtype, transforms=TILED),
+            stats_smem=plgpu.SMEM((stages, 3, ROWS), jnp.float32),
+            spans_smem=plgpu.SMEM((stages, 2, ROWS), jnp.int32),
+            ds_smem=plgpu.SMEM((2, 2, ROWS, ROWS), dtype, transforms=TILED),
+            dq_smem=plgpu.SMEM((2, ROWS, dq_columns), jnp.int32, transforms=_TILED_32),
+            kv_full=plgpu.Barrier(num_arrivals=4),
+            kv_empty=plgpu.Barrier(num_arrivals=2),
+            q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            q_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            do_full=plgpu.Barrier(num_barriers=stages),
+            do_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            spans_full=plgpu.Barrier(num_barriers=stages),
+            ds_full=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        ),
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )
+    dq, dk, dv = (
+        jax.new_ref(jnp.zeros(shape, dt))
+        for shape, dt in ((q.shape, jnp.int32), (k.shape, jnp.float32), (v.shape, jnp.float32))
+    )
+    launch(q, k, v, dout, stats, spans, mask.kv_index, *schedule, dq, dk, dv)
+    return dq[...] * quantum.T[..., None], dk[...], dv[...]
+
+
+def _quantum(k, v, dout, delta, scale: float) -> jax.Array:
+    """What one unit of a row's int32 dq is worth, float32 [num_q_heads, query_rows].
+
+    A row of dq is scale * sum_j ds_j k_j with ds_j = p_j (dout . v_j - delta), p_j >= 0 and
+    sum_j p_j <= 1. So every partial sum of it stays below
+    scale * max|k| * (|dout| max|v_j| + |delta|), which is made to fit 31 bits with room for the
+    rounding of p, ds and the products to 16 bits. Values that are not finite make the quantum, and
+    with it the row, not finite.
+    """
+    norms = jnp.sqrt(jnp.sum(jnp.square(v.astype(jnp.float32)), axis=2)).max(0)
+    largest = jnp.abs(k.astype(jnp.float32)).max((0, 2))
+    norms, largest = (jnp.repeat(x, dout.shape[1] // k.shape[1])[:, None] for x in (norms, largest))
+    dout_norm = jnp.sqrt(jnp.sum(jnp.square(dout.astype(jnp.float32)), axis=2)).T
+    return (scale * 1.05 / 2**31) * largest * (dout_norm * norms + jnp.abs(delta))
