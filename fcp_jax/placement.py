@@ -30,6 +30,9 @@ _PAIR = 0.9
 _CUTS = 2
 """How often a unit that fits nowhere is halved."""
 
+_ANY = float(np.finfo(float).max)
+"""A limit that only a rank without room (whose load counts as infinite) exceeds."""
+
 Run = tuple[int, int]
 """(first place, tokens)."""
 
@@ -79,10 +82,11 @@ def place_windows(
         needed = -(-length // block_size)
         ranks.begin(segment, run)
         later = unplaced - length
-        small = cost <= _WHOLE * fair
+        sliver = length <= block_size // 4  # not worth a transfer, whatever it does to balance
+        small = sliver or cost <= _WHOLE * fair
         if small and level and needed > 1 and _level(ranks, run, cost, fair, later):
             unplaced = later
-        elif small and ranks.take_whole(run, LIMIT * fair):
+        elif small and ranks.take_whole(run, _ANY if sliver else LIMIT * fair):
             unplaced = later
         elif cost < _FILLER * fair or ranks.tokens_left - needed * block_size < later:
             fillers.append((segment, run))
@@ -192,7 +196,7 @@ class Ranks:
 
     def pour(self, run: Run) -> None:
         """Puts a run wherever there is room, in parts if no rank has enough."""
-        if self.take_whole(run, float(np.finfo(float).max)):
+        if self.take_whole(run, _ANY):
             return
         start, length = run
         while length:
