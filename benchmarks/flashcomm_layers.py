@@ -43,8 +43,12 @@ def main() -> None:
     parser.add_argument("--parts", default="products,layers")
     parser.add_argument("--seconds", type=float, default=400, help="start nothing after this")
     parser.add_argument("--out", default="benchmarks/results")
+    parser.add_argument("--table", action="store_true", help="print the results file as tables")
     parser.add_argument("--cpu", action="store_true", help="a tiny model, to try the script")
     options = parser.parse_args()
+    if options.table:
+        print_tables(pathlib.Path(options.out) / "flashcomm_layers.json")
+        return
     flags = FLAGS
     if options.cpu:
         flags = (f"--xla_force_host_platform_device_count={TP}",)
@@ -100,7 +104,7 @@ class Bench:
                 "kind": kind,
                 "device": self.device,
                 "versions": {"jax": importlib.metadata.version("jax")},
-                "command": "python -m benchmarks.flashcomm_layers",
+                "command": f"python -m benchmarks.flashcomm_layers --parts {self.options.parts}",
                 "date": datetime.date.today().isoformat(),
             }
         )
@@ -327,16 +331,38 @@ class Bench:
                 self.record(
                     "flashcomm_wire", name, wire / 1e6, "MB", "off", off_wire / 1e6, "measured"
                 )
+                fused = self.fused_products(mode, shape, head_dim, tokens, dtype)
                 for link, rate in LINKS.items():
                     self.record(
                         "flashcomm_ttft",
                         f"{name}_{link}{rate:.0f}GBps",
-                        num_layers * modelled_layer_ms(ms, wire, rate, mode),
+                        num_layers * modelled_layer_ms(ms, wire, rate, fused),
                         "ms",
                         "off",
-                        num_layers * modelled_layer_ms(off_ms, off_wire, rate, "off"),
+                        num_layers * modelled_layer_ms(off_ms, off_wire, rate, []),
                         "modelled",
                     )
+
+    def fused_products(self, mode, shape, head_dim, tokens, dtype) -> list[tuple[float, int, int]]:
+        """What the gate's table says of the products that a mode fuses."""
+        from flashcomm_jax.gate import Product, fusion_pays, nearest
+
+        backend = {"aiv": "pallas", "ring": "ring"}.get(mode)
+        if backend is None:
+            return []
+        hidden, intermediate, heads, kv_heads, _ = shape
+        found = []
+        for row, in_features, out_features in (
+            (True, heads * head_dim // TP, hidden),
+            (True, intermediate // TP, hidden),
+            (False, hidden, (heads + 2 * kv_heads) * head_dim // TP),
+            (False, hidden, 2 * intermediate // TP),
+        ):
+            product = Product(tokens, in_features, out_features, TP, row, dtype, self.device)
+            entry = nearest(product, backend)
+            if entry is not None and fusion_pays(product, backend):
+                found.append((entry["parts_ms"], entry["wire_bytes"], entry["stages"]))
+        return found
 
     def write(self, out: pathlib.Path) -> None:
         """Writes the records and the gate's raw table."""
@@ -348,13 +374,48 @@ class Bench:
         print(f"{len(self.records)} records", file=sys.stderr)
 
 
-def modelled_layer_ms(compute_ms: float, wire_bytes: float, rate: float, mode: str) -> float:
-    """Compute and wire of a layer: one after the other, or overlapped as far as stages allow."""
-    from flashcomm_jax.collective_matmul import MAX_PIECES
+def modelled_layer_ms(
+    compute_ms: float, wire_bytes: float, rate: float, products: list[tuple[float, int, int]]
+) -> float:
+    """Compute and wire of a layer in turn, less what fused products hide.
+
+    Args:
+      compute_ms: measured time of the layer with mocked collectives.
+      wire_bytes: bytes a rank sends.
+      rate: GB/s of the link.
+      products: (milliseconds in parts, wire bytes, stages) of each product that runs fused. A
+        transfer hides behind its own product and nothing else.
+
+    Returns:
+      Milliseconds.
+    """
     from flashcomm_jax.gate import overlapped_ms
 
-    stages = {"aiv": MAX_PIECES, "ring": TP}.get(mode, 1)
-    return overlapped_ms(compute_ms, wire_bytes / rate / 1e6, stages)
+    hidden = 0.0
+    for parts_ms, product_bytes, stages in products:
+        wire_ms = product_bytes / rate / 1e6
+        hidden += parts_ms + wire_ms - overlapped_ms(parts_ms, wire_ms, stages)
+    return compute_ms + wire_bytes / rate / 1e6 - hidden
+
+
+def print_tables(path: pathlib.Path) -> None:
+    """Prints layers (measured) and time to first token (modelled) as Markdown, apart."""
+    records = json.loads(path.read_text())
+    for benchmark, suffix in (
+        ("flashcomm_layer", ""),
+        *(("flashcomm_ttft", f"_{link}{rate:.0f}GBps") for link, rate in LINKS.items()),
+    ):
+        rows: dict[str, dict[str, float]] = {}
+        for record in records:
+            if record["benchmark"] == benchmark and record["case"].endswith(suffix):
+                case, mode = record["case"].removesuffix(suffix).rsplit("_", 1)
+                rows.setdefault(case, {})[mode] = record["value"]
+        modes = list(next(iter(rows.values())))
+        kind = "mocked_rank" if benchmark == "flashcomm_layer" else "modelled"
+        print(f"\n| {benchmark}{suffix}, ms ({kind}) | {' | '.join(modes)} |")
+        print("|---" * (len(modes) + 1) + "|")
+        for case, values in rows.items():
+            print(f"| {case} | {' | '.join(f'{values[mode]:.3g}' for mode in modes)} |")
 
 
 if __name__ == "__main__":

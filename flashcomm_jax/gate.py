@@ -10,6 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+# Products near break-even stay unfused: transfers also take multiprocessors from the products.
+MARGIN = 0.05
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -81,19 +84,10 @@ def overlapped_ms(parts_ms: float, wire_ms: float, stages: int) -> float:
     return parts_ms + wire_ms - (stages - 1) / stages * min(parts_ms, wire_ms)
 
 
-def fusion_pays(product: Product, backend: str) -> bool:
-    """Whether the fused form of a product is faster than product and collective in turn.
+def nearest(product: Product, backend: str) -> dict[str, Any] | None:
+    """The measured entry nearest in shape (in log space); None if nothing alike was measured.
 
-    The time of the products is measured (whole, and in parts); the time on the wire is that of
-    the table's link. The nearest measured shape (in log space) of the same device kind, dtype,
-    side and backend answers.
-
-    Args:
-      product: its shape, dtype and device.
-      backend: "pallas" or "ring".
-
-    Returns:
-      True also where nothing of that kind was measured: then the switch decides.
+    Alike is the same device kind, dtype, side and backend.
     """
     measured = [
         entry
@@ -103,8 +97,6 @@ def fusion_pays(product: Product, backend: str) -> bool:
         and entry["row_parallel"] == product.row_parallel
         and entry["backend"] == backend
     ]
-    if not measured:
-        return True
 
     def distance(entry):
         return sum(
@@ -112,7 +104,25 @@ def fusion_pays(product: Product, backend: str) -> bool:
             for key in ("tokens", "in_features", "out_features")
         )
 
-    nearest = min(measured, key=distance)
-    wire_ms = nearest["wire_bytes"] / nearest["link_gigabytes_per_second"] / 1e6
-    fused_ms = overlapped_ms(nearest["parts_ms"], wire_ms, nearest["stages"])
-    return fused_ms < nearest["whole_ms"] + wire_ms
+    return min(measured, key=distance, default=None)
+
+
+def fusion_pays(product: Product, backend: str) -> bool:
+    """Whether the fused form of a product is faster than product and collective in turn.
+
+    The time of the products is measured (whole, and in parts) at the nearest shape; the time on
+    the wire is that of the table's link. Fusion must win by more than `MARGIN`.
+
+    Args:
+      product: its shape, dtype and device.
+      backend: "pallas" or "ring".
+
+    Returns:
+      True also where nothing alike was measured: then the switch decides.
+    """
+    entry = nearest(product, backend)
+    if entry is None:
+        return True
+    wire_ms = entry["wire_bytes"] / entry["link_gigabytes_per_second"] / 1e6
+    fused_ms = overlapped_ms(entry["parts_ms"], wire_ms, entry["stages"])
+    return fused_ms * (1 + MARGIN) < entry["whole_ms"] + wire_ms

@@ -51,12 +51,15 @@ def pure(tree):
 
 
 # 0 is below every threshold: see test_no_tokens.
-CASES = [(2, n) for n in (1, 31, 33)] + [(4, 37), (4, 3)]
-CASES += [(8, n) for n in (1, 7, 127, 129, 97)] + [(1, 5)]
+CASES = [(*case, "fc1") for case in [(1, 5), (2, 1), (2, 31), (4, 3), (8, 1), (8, 127), (8, 97)]]
+CASES += [
+    (*case, name)
+    for case in [(2, 33), (4, 37), (8, 7), (8, 129)]
+    for name in ("fc1", "aiv", "ring")
+]
 
 
-@pytest.mark.parametrize(("tp", "tokens"), CASES)
-@pytest.mark.parametrize("name", ["fc1", "aiv", "ring"])
+@pytest.mark.parametrize(("tp", "tokens", "name"), CASES)
 def test_forward_and_gradients(helpers, name, tp, tokens):
     mesh = helpers.make_mesh({"tp": tp})
     context = helpers.context_for(mesh, tokens, helpers.CONFIGS[name])

@@ -169,7 +169,7 @@ def test_int8_model(helpers, plain):
     mesh = helpers.make_mesh({"tp": 4})
     model = quantize_w8a8(loaded(helpers, mesh, state))
     outs = {}
-    for name in ("off", "fc1", "aiv", "ring"):
+    for name in ("off", "aiv", "ring"):
         context = model.build_context(*tokens.shape, helpers.CONFIGS[name], "prefill")
         outs[name], _ = nnx.jit(lambda m, t, c=context: m(t, c))(model, tokens)
         assert helpers.relative_error(outs[name], want) < 0.03  # 14 quantized products deep
@@ -189,7 +189,7 @@ def test_int8_layer_within_one_percent(helpers, plain):
     x = 2 * np.random.default_rng(0).normal(size=(1, 30, 128)).astype(np.float32)
     positions = jnp.arange(30)[None]
     want = nnx.jit(lambda m, x: m(x, positions))(reference, x)
-    for name in ("off", "aiv", "ring"):
+    for name in ("off", "aiv"):
         context = helpers.context_for(mesh, 30, helpers.CONFIGS[name])
 
         @nnx.jit

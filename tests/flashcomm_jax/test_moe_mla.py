@@ -47,9 +47,11 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("axes", "ep_axes"), MESHES)
-@pytest.mark.parametrize("name", ["off", "fc1"])
+@pytest.mark.parametrize(
+    ("axes", "ep_axes", "rows", "name"),
+    [(*mesh, 4, name) for mesh in MESHES for name in ("off", "fc1")]
+    + [(*mesh, 1, "fc1") for mesh in MESHES[2:]],
+)
 def test_moe_against_dense(helpers, axes, ep_axes, rows, name):
     mesh = helpers.make_mesh(axes)
     parallel = ParallelConfig(mesh, ep_axes=ep_axes)
@@ -118,9 +120,10 @@ def test_moe_bad_arguments_are_named(helpers):
 MLA = dict(q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("gather_latents", [False, True])
-@pytest.mark.parametrize("name", ["off", "fc1"])
+@pytest.mark.parametrize(
+    ("name", "gather_latents", "explicit"),
+    [("off", False, False), ("fc1", False, False), ("fc1", True, False), ("fc1", True, True)],
+)
 def test_mla(helpers, name, gather_latents, explicit):
     mesh = helpers.make_mesh({"dp": 2, "tp": 4}, explicit=explicit)
     single = FlashCommMLAAttention(HIDDEN, 8, **MLA, rngs=nnx.Rngs(0))
