@@ -398,6 +398,11 @@ def modelled_layer_ms(
     return compute_ms + wire_bytes / rate / 1e6 - hidden
 
 
+def three_digits(value: float) -> str:
+    """At least three significant digits, never an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def print_tables(path: pathlib.Path) -> None:
     """Prints layers (measured) and time to first token (modelled) as Markdown, apart."""
     records = json.loads(path.read_text())
@@ -415,7 +420,7 @@ def print_tables(path: pathlib.Path) -> None:
         print(f"\n| {benchmark}{suffix}, ms ({kind}) | {' | '.join(modes)} |")
         print("|---" * (len(modes) + 1) + "|")
         for case, values in rows.items():
-            print(f"| {case} | {' | '.join(f'{values[mode]:.3g}' for mode in modes)} |")
+            print(f"| {case} | {' | '.join(three_digits(values[mode]) for mode in modes)} |")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from flashcomm_jax.attention import FlashCommAttention
 from flashcomm_jax.cache import KVCache
+from flashcomm_jax.collective_matmul import compiler_options
 from flashcomm_jax.config import FlashCommConfig, ParallelConfig
 from flashcomm_jax.context import FlashCommContext
 from flashcomm_jax.decoder import FlashCommDecoderLayer
@@ -41,6 +42,7 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbed",
     "column_parallel",
+    "compiler_options",
     "fallback_counts",
     "gather_tokens",
     "load_checkpoint",

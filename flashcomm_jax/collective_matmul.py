@@ -9,6 +9,7 @@ products (XLA:GPU joins dots that share an operand) and from running them all fi
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,18 @@ Operand = jax.Array | Quantized
 Product = Callable[[Operand, Operand], jax.Array]
 
 _tie = lax.optimization_barrier
+
+# XLA:GPU otherwise keeps one collective in flight and makes the others synchronous.
+GPU_COMPILER_OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+
+
+def compiler_options() -> dict[str, Any] | None:
+    """What to give `jax.jit(..., compiler_options=)` so that fused products overlap."""
+    return GPU_COMPILER_OPTIONS if jax.default_backend() == "gpu" else None
+
 
 # Pieces a product is cut into when each is reduced while the next is computed.
 MAX_PIECES = 4

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from flashcomm_jax.collective_matmul import compiler_options
 from flashcomm_jax.config import FlashCommConfig
 from flashcomm_jax.context import FlashCommContext
 from flashcomm_jax.model import FlashCommLlama
@@ -55,7 +56,7 @@ class Engine:
             )
             return logits[:, 0].astype(jnp.float32), caches
 
-        self._step = jax.jit(step, static_argnums=0)
+        self._step = jax.jit(step, static_argnums=0, compiler_options=compiler_options())
         # One decision, and one log line, per shape.
         self._context = functools.cache(
             lambda batch, length, stage: model.build_context(batch, length, config, stage)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from flashcomm_jax.collective_matmul import compiler_options
 from flashcomm_jax.context import FlashCommContext
 from flashcomm_jax.model import FlashCommLlama
 from flashcomm_jax.validate import variants
@@ -38,7 +39,7 @@ def sweep(
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         return nnx.merge(graph, state)(x, context, positions)[0]
 
-    run = jax.jit(step, static_argnums=0)
+    run = jax.jit(step, static_argnums=0, compiler_options=compiler_options())
     rows = []
     for count in sorted(tokens):
         calls = {}

@@ -10,16 +10,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flashcomm_jax import hlo
-from flashcomm_jax.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from flashcomm_jax.collective_matmul import (
+    GPU_COMPILER_OPTIONS,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+)
 from flashcomm_jax.products import Quantized, quantize
 
 pytestmark = pytest.mark.gpu_schedule
 
 RANKS, TOKENS, HIDDEN, FEATURES = 8, 8192, 8192, 28672
-OPTIONS = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-}
 # What XLA:GPU needs to know about an H200.
 H200 = """
 gpu_device_info {
@@ -82,7 +82,7 @@ def schedule(mesh, row_parallel, backend, int8):
         check_vma=False,
     )
     lowered = jax.jit(program).trace(x, kernel).lower(lowering_platforms=("cuda",))
-    return hlo.schedule(lowered.compile(compiler_options=OPTIONS).as_text())
+    return hlo.schedule(lowered.compile(compiler_options=GPU_COMPILER_OPTIONS).as_text())
 
 
 @pytest.mark.parametrize("int8", [False, True])
