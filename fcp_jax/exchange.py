@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from fcp_jax.mesh import Axes
@@ -46,48 +47,58 @@ def run_pipeline(
     groups: Sequence[Sequence[Round]],
     trips: jax.Array,
     shape: PlanShape,
-    pull: Callable,
     local: Callable,
-    compute: Callable,
+    pull: Callable,
+    push: Callable | None = None,
 ):
     """Runs all stages, each one's transfers in flight while the stage before it computes.
 
-    The first stage's transfers hide behind `local`. A group prefetches inside its loop but for the
-    last trip, which prefetches for the next group; each group therefore runs at least once.
-
-    `local` and `compute` get the arrivals of the stage to come and return them behind a barrier
-    with what they must hide behind: XLA does not know how long a kernel runs, and would otherwise
-    wait for the transfers before it.
+    Which stages run is data: the group of each stage follows from `trips`, the same on every rank,
+    and picks a branch. A branch holds the transfers of a group together with the work that hides
+    them, as no transfer can outlive its branch: the work of stage k is in the branch of the group
+    of stage k + 1, whose blocks it pulls. A group of no trips costs nothing but program text.
 
     Args:
       groups: rounds of each group.
-      trips: int32 [num_groups], run-time number of stages of each group, at least 1.
+      trips: int32 [num_groups], run-time number of stages of each group; the first at least 1.
       shape: the plan's.
-      pull: (index, rounds) -> arrivals.
-      local: following -> (following, carry), work that needs no arrivals.
-      compute: (index, rounds, arrivals, following, carry) -> (following, carry).
+      local: rounds -> (arrivals, carry), work that needs no arrivals, hiding the first stage's.
+      pull: (index, rounds, arrivals, carry) -> (arrivals, carry), work on the arrivals of stage
+        `index`, hiding the transfers of stage index + 1, which runs `rounds`; without rounds it is
+        the last and what it returns for arrivals goes unused.
+      push: (index, rounds, arrivals, carry) -> carry, more work on stage `index`, hiding what goes
+        back along its own `rounds`.
 
     Returns:
       The last carry.
     """
     if not groups:
         return local(())[1]
-    arrivals, carry = local(pull(0, groups[0]))
-    first = 0
-    for group, rounds in enumerate(groups):
-        last = first
-        if shape.transport != "static":
-            last = first + trips[group] - 1
+    arrivals, carry = local(groups[0])
+    branches = [*groups, ()]
+    if shape.transport == "static":
+        for index, rounds in enumerate(groups):
+            following, carry = pull(index, branches[index + 1], arrivals, carry)
+            if push is not None:
+                carry = push(index, rounds, arrivals, carry)
+            arrivals = following
+        return carry
+    ends = jnp.cumsum(trips)
 
-            def trip(index, state, rounds=rounds):
-                arrivals, carry = state
-                return compute(index, rounds, arrivals, pull(index + 1, rounds), carry)
+    def switch(stage, work, choices, index, arrivals, carry):
+        """Does `work` on stage `index` with the rounds of another stage."""
+        bodies = [lambda *state, rounds=rounds: work(index, rounds, *state) for rounds in choices]
+        group = jnp.sum(ends <= stage, dtype=jnp.int32)
+        return lax.switch(group, bodies, arrivals, carry)
 
-            arrivals, carry = lax.fori_loop(first, last, trip, (arrivals, carry))
-        first = last + 1
-        following = pull(first, groups[group + 1]) if group + 1 < len(groups) else ()
-        arrivals, carry = compute(last, rounds, arrivals, following, carry)
-    return carry
+    def stage(index, state):
+        arrivals, carry = state
+        following, carry = switch(index + 1, pull, branches, index, arrivals, carry)
+        if push is not None:
+            carry = switch(index, push, groups, index, arrivals, carry)
+        return following, carry
+
+    return lax.fori_loop(0, ends[-1], stage, (arrivals, carry))[1]
 
 
 def send(payload: jax.Array, round_: Round, shape: PlanShape, axes: Axes, *, back: bool = False):

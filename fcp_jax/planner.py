@@ -99,7 +99,7 @@ def make_batch_plan(rows: Sequence, config: PlanConfig) -> Plan:
         transport,
         coalesce,
         by_distance=config.method == "fcp",
-        least_trips=1,  # the pipeline prefetches every group's first stage
+        starts=True,
     )
     moved = [_moved_tokens(lay.blocks, lay.rank, config) for lay in layouts]
     chunks = [_dispatch_chunks(tokens, block_size) for tokens in moved]
@@ -278,16 +278,20 @@ def _schedules(
     transport: str,
     coalesce: int,
     by_distance: bool = False,
-    least_trips: int = 0,
+    starts: bool = False,
 ) -> list[Schedule]:
-    """Schedules every row, then makes rows share groups and trips."""
+    """Schedules every row, then makes rows share groups and trips.
+
+    With `starts` the first group runs at least once: the pipeline fetches it behind local work.
+    """
     rows = [schedule(src, dst, num_ranks, transport, coalesce, by_distance) for src, dst in edges]
     if transport == "static":
         groups = _joint_static_groups([row.groups for row in rows], num_ranks)
         trips = np.ones(len(groups), np.int64)
     else:
         groups = rows[0].groups
-        trips = np.maximum.reduce([row.trips for row in rows]).clip(least_trips)
+        trips = np.maximum.reduce([row.trips for row in rows])
+        trips[:1] = trips[:1].clip(int(starts))
     return [dataclasses.replace(row, groups=groups, trips=trips) for row in rows]
 
 

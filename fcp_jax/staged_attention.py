@@ -229,46 +229,61 @@ def _rank_forward(q, k, v, plan: Plan, *, call: _Call):
     """One rank's program; q is [1, S*B, heads, head_dim]."""
     rank = _Rank(call, plan)
     q, k, v = q[0], k[0], v[0]
+    kv = jnp.concatenate([k, v], axis=1)
 
-    def local(following):
+    def local(rounds):
+        following = rank.pull(kv, 0, rounds)
         state = block_attention(q, k, v, rank.own_mask, rank.own_work, **rank.options)
         return lax.optimization_barrier((following, state))
 
-    def compute(index, rounds, arrivals, following, state):
+    def compute(index, rounds, arrivals, state):
+        following = rank.pull(kv, index + 1, rounds)
         k, v = jnp.split(arrivals, 2, axis=1)
-        mask, work = rank.stage_mask(index, len(rounds)), rank.stage_work(index)
+        work, mask = rank.stage(index)
         state = block_attention(q, k, v, mask, work, state, **rank.options)
         return lax.optimization_barrier((following, state))
 
-    state: AttentionState = rank.run(jnp.concatenate([k, v], axis=1), local, compute)
+    state: AttentionState = rank.run(local, compute)
     return state.out.astype(q.dtype)[None], state.lse.T[None]
 
 
 def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
     """One rank's program; operands are [1, S*B, heads, ...]."""
     rank = _Rank(call, plan)
+    # Else XLA finds that forward pulls the same blocks, and keeps those of stage 0 until now.
+    k, v, dout = lax.optimization_barrier((k, v, dout))
     q, k, v = q[0], k[0], v[0]
+    kv = jnp.concatenate([k, v], axis=1)
     own = (dout[0], lse[0].T, delta[0].T)
 
-    def local(following):
+    def local(rounds):
         operands = k, v, *own, rank.own_mask, rank.own_work
+        following = rank.pull(kv, 0, rounds)
         dkv = jnp.concatenate(block_attention_grad_kv(q, *operands, **rank.options), axis=1)
         following, dkv, later_q = lax.optimization_barrier((following, dkv, q))
         return following, (block_attention_grad_q(later_q, *operands, **rank.options), dkv)
 
-    def compute(index, rounds, arrivals, following, carry):
-        dq, dkv = carry
+    def grad_kv(index, rounds, arrivals, carry):
+        """Computes dk and dv of a stage, which hide the next stage's pull."""
+        work, mask = rank.stage(index)
+        following = rank.pull(kv, index + 1, rounds)
         k, v = jnp.split(arrivals, 2, axis=1)
-        operands = k, v, *own, rank.stage_mask(index, len(rounds)), rank.stage_work(index)
-        parts = jnp.concatenate(block_attention_grad_kv(q, *operands, **rank.options), axis=1)
-        # The pull hides behind dk and dv, and their way home behind dq.
-        following, parts, later_q = lax.optimization_barrier((following, parts, q))
-        returned = rank.push(parts, rounds)
-        dq = block_attention_grad_q(later_q, *operands, dq, **rank.options)
-        returned, dq = lax.optimization_barrier((returned, dq))
-        return following, (dq, rank.add(dkv, returned, index, rounds))
+        parts = block_attention_grad_kv(q, k, v, *own, mask, work, **rank.options)
+        # Joined only after the barrier, lest the last transfer starts late to hide behind that.
+        following, parts = lax.optimization_barrier((following, parts))
+        return following, (*carry, jnp.concatenate(parts, axis=1))
 
-    dq, dkv = rank.run(jnp.concatenate([k, v], axis=1), local, compute)
+    def grad_q(index, rounds, arrivals, carry):
+        """Computes dq of a stage, which hides the way home of its dk and dv."""
+        dq, dkv, parts = carry
+        work, mask = rank.stage(index)
+        returned = rank.push(parts, rounds)
+        k, v = jnp.split(arrivals, 2, axis=1)
+        dq = block_attention_grad_q(q, k, v, *own, mask, work, dq, **rank.options)
+        returned, dq = lax.optimization_barrier((returned, dq))
+        return dq, rank.add(dkv, returned, index, rounds)
+
+    dq, dkv = rank.run(local, grad_kv, grad_q)
     dk, dv = jnp.split(dkv, 2, axis=1)
     return dq[None], dk[None], dv[None]
 
@@ -289,42 +304,38 @@ class _Rank:
         self.own_mask = TokenMask(*query_ranges(plan, rows))
         self.own_work = WorkList(plan.local_row_starts, plan.local_columns)
 
-    def run(self, kv: jax.Array, local, compute):
-        """Runs all stages of own work and of blocks pulled from `kv`, [S*B, 2 * kv heads, dim]."""
-        shape, trips = self.shape, self.plan.trips
-        pull = functools.partial(self._pull, kv)
-        return run_pipeline(shape.groups, trips, shape, pull, local, compute)
+    def run(self, local, pull, push=None):
+        """Runs all stages; see `run_pipeline`."""
+        return run_pipeline(self.shape.groups, self.plan.trips, self.shape, local, pull, push)
 
-    def stage_work(self, index) -> WorkList:
-        """The work list of a stage; its columns are the stage's rounds."""
-        return WorkList(self.plan.stage_row_starts[index], self.plan.stage_columns[index])
-
-    def stage_mask(self, index, num_rounds: int) -> TokenMask:
-        """The mask between own queries and the blocks that a stage brings."""
-        blocks = self.plan.recv_block[index, :num_rounds, None]
+    def stage(self, index) -> tuple[WorkList, TokenMask]:
+        """The work list of a stage, whose columns are its rounds, and the mask of its blocks."""
+        work = WorkList(self.plan.stage_row_starts[index], self.plan.stage_columns[index])
+        blocks = self.plan.recv_block[index, :, None]
         inside = jnp.arange(self.shape.block_size, dtype=jnp.int32)
         rows = jnp.where(blocks < 0, -1, blocks * self.shape.block_size + inside)
-        return self.own_mask._replace(kv_index=rows_to_places(self.plan, rows.reshape(-1)))
+        mask = self.own_mask._replace(kv_index=rows_to_places(self.plan, rows.reshape(-1)))
+        return work, mask
 
-    def _pull(self, kv: jax.Array, index, rounds) -> jax.Array:
-        """Sends own blocks through the rounds of a stage; returns what arrives, in order."""
+    def pull(self, kv: jax.Array, index, rounds) -> jax.Array:
+        """Sends own blocks through the rounds of a stage; returns what arrives, in order.
+
+        All stages return as many rows, whatever their group, and zeros where they bring nothing.
+        """
         size = self.shape.block_size
-        payloads = [
-            lax.dynamic_slice_in_dim(kv, first, size) for first in self._sent_rows(index, rounds)
+        arrivals = [
+            send(lax.dynamic_slice_in_dim(kv, first, size), round_, self.shape, self.axes)
+            for first, round_ in zip(self._sent_rows(index, rounds), rounds, strict=True)
         ]
-        return jnp.concatenate(
-            [
-                send(payload, round_, self.shape, self.axes)
-                for payload, round_ in zip(payloads, rounds, strict=True)
-            ]
-        )
+        missing = self.plan.recv_block.shape[1] - len(rounds)
+        return jnp.concatenate([*arrivals, jnp.zeros((missing * size, *kv.shape[1:]), kv.dtype)])
 
     def push(self, parts: jax.Array, rounds) -> list[jax.Array]:
         """Sends partial sums back to the owners of a stage's blocks; returns what comes here."""
-        blocks = parts.reshape(len(rounds), self.shape.block_size, *parts.shape[1:])
+        blocks = parts.reshape(-1, self.shape.block_size, *parts.shape[1:])
         return [
             send(block, round_, self.shape, self.axes, back=True)
-            for block, round_ in zip(blocks, rounds, strict=True)
+            for block, round_ in zip(blocks, rounds, strict=False)
         ]
 
     def add(self, dkv: jax.Array, returned: list[jax.Array], index, rounds) -> jax.Array:
