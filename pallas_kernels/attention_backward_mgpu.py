@@ -76,7 +76,7 @@ def backward(
     num_kv_rows, num_kv_heads, _ = k.shape
     group, dtype, stages = num_q_heads // num_kv_heads, q.dtype, config.stages
     num_ctas = max(1, min(num_ctas, num_kv_rows // (2 * ROWS) * num_kv_heads))
-    by_columns = dim >= 128  # how the two warpgroups share dq: columns of it, or kv rows
+    by_columns = dim >= 128 or interpret  # how the two warpgroups share dq: columns of it, or kv rows
     dq_columns = dim // 2 if by_columns else dim
     log2_scale = scale * LOG2_E
 
@@ -103,8 +103,8 @@ def backward(
 
     def kernel(
         q_ref, k_ref, v_ref, do_ref, stats_ref, spans_ref, index_ref, order_ref, num_live_ref,
-        starts_ref, num_masked_ref, num_half_ref, tiles_ref, dq_ref, dk_ref, dv_ref, k_smem, v_smem,
-        q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, kv_full, kv_empty, q_full,
+        starts_ref, num_masked_ref, num_half_ref, tiles_ref, dq_ref, dk_out, dv_out, k_smem, v_smem,
+        q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, p_smem, kv_full, kv_empty, q_full,
         q_empty, do_full, do_empty, spans_full, ds_full,
     ):  # fmt: skip
         del num_half_ref
@@ -132,6 +132,10 @@ def backward(
                 index = plgpu.load(index_ref.at[rows], layout=ROW, optimized=False)
                 plgpu.barrier_wait(kv_full)
 
+                def stat(slot, i):
+                    x = plgpu.load(stats_smem.at[slot, i], layout=COLUMN, optimized=False)
+                    return lax.broadcast_in_dim(x, (ROWS, ROWS), [1])
+
                 def weights(s, slot, masked):
                     if masked:
                         plgpu.barrier_wait(spans_full.at[slot])
@@ -144,138 +148,88 @@ def backward(
                         place = lax.broadcast_in_dim(index, s.shape, [0])
                         seen = (place - lo).astype(jnp.uint32) <= width.astype(jnp.uint32)
                         s = jnp.where(seen, s, -jnp.inf)
-                    lse = plgpu.load(stats_smem.at[slot, 0], layout=COLUMN, optimized=False)
-                    return jnp.exp2(s * log2_scale - lax.broadcast_in_dim(lse, s.shape, [1]))
+                    return jnp.exp2(s * log2_scale - stat(slot, 0))
 
-                def finish_dq(dq, factor, at):
-                    q_tile, head = at
-                    dq = dq * lax.broadcast_in_dim(factor, dq.shape, [0])
+                def add_dq(me, dq, slot, q_tile, head):
+                    factor = plgpu.load(stats_smem.at[slot, 2], layout=ROW, optimized=False)
+                    dq = (dq * lax.broadcast_in_dim(factor, dq.shape, [0])).astype(jnp.int32)
+                    target = dq_ref.at[pl.ds(q_tile * ROWS, ROWS), head, columns(me)]
+                    if interpret:  # which has no reductions
+                        target[...] += dq
+                        return
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    dq_smem.at[wg][...] = dq.astype(jnp.int32)
+                    dq_smem.at[me][...] = dq
                     plgpu.commit_smem()
-                    columns = pl.ds(wg * dq_columns, dq_columns) if by_columns else pl.ds(0, dim)
-                    plgpu.copy_smem_to_gmem(
-                        dq_smem.at[wg],
-                        dq_ref.at[pl.ds(q_tile * ROWS, ROWS), head, columns],
-                        reduction_op="add",
-                    )
+                    plgpu.copy_smem_to_gmem(dq_smem.at[me], target, reduction_op="add")
 
-                def dq_product(ref, step):
-                    """Dq of a step: dS @ K, this warpgroup's share of it."""
-                    buffer = lax.rem(step, 2)
+                def columns(me):
+                    return pl.ds(me * dq_columns, dq_columns) if by_columns else pl.ds(0, dim)
+
+                def dq_parts(me, buffer):
+                    """What this warpgroup multiplies for its share of dq = dS @ K."""
                     if not by_columns:
-                        parts = [(ds_smem.at[buffer, wg], k_smem.at[wg])]
-                    else:
-                        columns = pl.ds(wg * dq_columns, dq_columns)
-                        parts = [
-                            (ds_smem.at[buffer, w], k_smem.at[w, :, columns]) for w in range(2)
-                        ]
-                    for ds, k in parts:
-                        if interpret:
-                            ref = ref + dot(ds[...].T, k[...])
-                        else:
-                            plgpu.wgmma(ref, ds.T, k)
-                    return ref
+                        return [(ds_smem.at[buffer, me], k_smem.at[me])]
+                    return [(ds_smem.at[buffer, w], k_smem.at[w, :, columns(me)]) for w in range(2)]
 
-                def visit(first, masked, head, j, carry):
-                    """One query tile; `first` has no dq of the step before it to finish."""
-                    dk, dv, factor, at, step = carry
+                def visit(dk_ref, dv_ref, masked, head, j, step):
+                    """One query tile of one head."""
                     slot, buffer = lax.rem(step, stages), lax.rem(step, 2)
+                    me = lax.optimization_barrier(wg) if config.opaque else wg
                     q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
-                    q_head = kv_head * group + head
 
-                    def body(s_ref=None, dp_ref=None, dq_ref=None):
+                    def scores(s_ref, dp_ref):
                         plgpu.barrier_wait(q_full.at[slot])
-                        if not first:
-                            plgpu.barrier_wait(ds_full.at[lax.rem(step - 1, 2)])
-                        if interpret:
-                            plgpu.barrier_wait(do_full.at[slot])
-                            dq = None if first else dq_product(dq_zero(), step - 1)
-                            s = dot(k_smem[wg], q_tile[...].T)
-                            dp = dot(v_smem[wg], do_tile[...].T)
-                        else:
-                            if not first:
-                                dq_product(dq_ref, step - 1)
-                            plgpu.wgmma(s_ref, k_smem.at[wg], q_tile.T)
-                            plgpu.barrier_wait(do_full.at[slot])
-                            plgpu.wgmma(dp_ref, v_smem.at[wg], do_tile.T)
-                        if not first:
-                            if not interpret:
-                                dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=2)
-                            finish_dq(dq, factor, at)
-                        if not interpret:
-                            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                        plgpu.wgmma(s_ref, k_smem.at[me], q_tile.T)
+                        plgpu.barrier_wait(do_full.at[slot])
+                        plgpu.wgmma(dp_ref, v_smem.at[me], do_tile.T)
+                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                        # dK of the step before is finished too, so its queries may go.
+                        plgpu.barrier_arrive(q_empty.at[lax.rem(step + stages - 1, stages)])
                         p = weights(s, slot, masked)
-                        delta = plgpu.load(stats_smem.at[slot, 1], layout=COLUMN, optimized=False)
-                        delta = lax.broadcast_in_dim(delta, p.shape, [1])
-                        if not interpret:
-                            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-                        ds = p * (dp - delta)
-                        # Both products follow at once: narrowing p earlier would cost registers.
-                        p, ds = lax.optimization_barrier((p, ds))
-                        p, ds = p.astype(dtype), ds.astype(dtype)
-                        ds_smem.at[buffer, wg][...] = ds
+                        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
+                        ds = p * (dp - stat(slot, 1))
+                        return p.astype(dtype), ds.astype(dtype)
+
+                    p, ds = pl.run_scoped(scores, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
+
+                    def products(dq_ref):
+                        if interpret:  # where left operands are in shared memory
+                            p_smem.at[me][...] = p
+                            plgpu.commit_smem()
+                        plgpu.wgmma(dv_ref, p_smem.at[me] if interpret else p, do_tile)
+                        ds_smem.at[buffer, me][...] = ds
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(ds_full.at[buffer])
-                        if interpret:
-                            new_dv, new_dk = dv + dot(p, do_tile[...]), dk + dot(ds, q_tile[...])
-                        else:
-
-                            def products(refs):
-                                plgpu.wgmma(refs[0], p, do_tile)
-                                plgpu.wgmma(refs[1], ds, q_tile)
-
-                            new_dv, new_dk = pl.run_state(products)(
-                                (plgpu.ACC.init(dv), plgpu.ACC.init(dk))
-                            )
-                        new_factor = plgpu.load(stats_smem.at[slot, 2], layout=ROW, optimized=False)
-                        plgpu.barrier_arrive(q_empty.at[slot])
+                        plgpu.barrier_wait(ds_full.at[buffer])
+                        for part, k in dq_parts(me, buffer):
+                            plgpu.wgmma(dq_ref, part.T, k)
+                        plgpu.wgmma(dk_ref, ds_smem.at[buffer, me] if config.ds_from_smem else ds, q_tile)
+                        dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
+                        add_dq(me, dq, slot, lax.div(tiles_ref[begin + j], 2), kv_head * group + head)
                         plgpu.barrier_arrive(do_empty.at[slot])
-                        return new_dk, new_dv, new_factor
 
-                    def dq_zero():
-                        return jnp.zeros((ROWS, dq_columns), jnp.float32)
+                    pl.run_scoped(products, plgpu.ACC((ROWS, dq_columns), jnp.float32))
+                    return step + 1
 
-                    if interpret:
-                        dk, dv, factor = body()
-                    else:
-                        shapes = [(ROWS, ROWS)] * 2 + [(ROWS, dq_columns)] * (not first)
-                        dk, dv, factor = pl.run_scoped(
-                            body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes)
-                        )
-                    return dk, dv, factor, (lax.div(tiles_ref[begin + j], 2), q_head), step + 1
+                def run_heads(dk_ref, dv_ref):
+                    def run_head(head, step):
+                        def over(begin, end, masked, step):
+                            return lax.fori_loop(
+                                begin, end,
+                                lambda j, t: visit(dk_ref, dv_ref, masked, head, j, t), step,
+                            )  # fmt: skip
 
-                zero = full((ROWS, dim), 0.0, ACC)
-                carry = (zero, zero, full((ROWS,), 0.0, ROW), (jnp.int32(0), jnp.int32(0)), step)
-                carry = visit(True, True, jnp.int32(0), jnp.int32(0), carry)
+                        step = over(0, num_masked, True, step)
+                        return over(num_masked, count, False, step)
 
-                def run_head(head, carry):
-                    first = jnp.where(head == 0, 1, 0)
-                    carry = lax.fori_loop(
-                        first, jnp.maximum(num_masked, 1),
-                        lambda j, c: visit(False, True, head, j, c), carry,
-                    )  # fmt: skip
-                    return lax.fori_loop(
-                        jnp.maximum(num_masked, 1), count,
-                        lambda j, c: visit(False, False, head, j, c), carry,
-                    )  # fmt: skip
+                    end = lax.fori_loop(0, group, run_head, step)
+                    dk, dv = plgpu.wgmma_accumulator_load(dk_ref, wait_n=0), plgpu.wgmma_accumulator_load(dv_ref, wait_n=0)
+                    plgpu.barrier_arrive(kv_empty)
+                    dk_out.at[rows, kv_head][...] = dk * scale
+                    dv_out.at[rows, kv_head][...] = dv
+                    return end
 
-                dk, dv, factor, at, step = lax.fori_loop(0, group, run_head, carry)
-                plgpu.barrier_wait(ds_full.at[lax.rem(step - 1, 2)])
-                if interpret:
-                    dq = dq_product(jnp.zeros((ROWS, dq_columns), jnp.float32), step - 1)
-                else:
-
-                    def last_dq(ref):
-                        dq_product(ref, step - 1)
-                        return ref[...]
-
-                    dq = pl.run_scoped(last_dq, plgpu.ACC((ROWS, dq_columns), jnp.float32))
-                plgpu.barrier_arrive(kv_empty)
-                finish_dq(dq, factor, at)
-                dk_ref.at[rows, kv_head][...] = dk * scale
-                dv_ref.at[rows, kv_head][...] = dv
-                return step
+                return pl.run_scoped(run_heads, *[plgpu.ACC((ROWS, dim), jnp.float32)] * 2)
 
             lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
@@ -297,20 +251,21 @@ def backward(
                     slot = lax.rem(step, stages)
                     q_tile = lax.div(tiles_ref[begin + j], 2)
                     rows = pl.ds(q_tile * ROWS, ROWS)
-                    reused = step >= stages
-                    pl.when(reused)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
+                    # Consumers release the queries of a step in the next one, and in step 0 those of
+                    # a step -1.
+                    pl.when(step >= stages - 1)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(q_ref.at[rows, head], q_smem.at[slot], q_full.at[slot])
                     plgpu.copy_gmem_to_smem(
                         stats_ref.at[head, q_tile], stats_smem.at[slot], q_full.at[slot]
                     )
 
-                    @pl.when(j < jnp.maximum(num_masked, 1))
+                    @pl.when(j < num_masked)
                     def _():
                         plgpu.copy_gmem_to_smem(
                             spans_ref.at[q_tile], spans_smem.at[slot], spans_full.at[slot]
                         )
 
-                    pl.when(reused)(lambda: plgpu.barrier_wait(do_empty.at[slot]))
+                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(do_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(
                         do_ref.at[rows, head], do_smem.at[slot], do_full.at[slot]
                     )
@@ -325,11 +280,14 @@ def backward(
             steps = lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
             if interpret:  # which wants every arrival observed
 
-                def drain(j, _):
+                def drain_q(j, _):
                     plgpu.barrier_wait(q_empty.at[lax.rem(j, stages)])
+
+                def drain_do(j, _):
                     plgpu.barrier_wait(do_empty.at[lax.rem(j, stages)])
 
-                lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
+                lax.fori_loop(jnp.maximum(steps, stages - 1), steps + stages - 1, drain_q, None)
+                lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain_do, None)
                 pl.when(rounds > 0)(lambda: plgpu.barrier_wait(kv_empty))
 
     launch = plgpu.kernel(
@@ -344,6 +302,7 @@ def backward(
             spans_smem=plgpu.SMEM((stages, 2, ROWS), jnp.int32),
             ds_smem=plgpu.SMEM((2, 2, ROWS, ROWS), dtype, transforms=TILED),
             dq_smem=plgpu.SMEM((2, ROWS, dq_columns), jnp.int32, transforms=_TILED_32),
+            p_smem=plgpu.SMEM((2, ROWS, ROWS), dtype, transforms=TILED) if interpret else None,
             kv_full=plgpu.Barrier(num_arrivals=4),
             kv_empty=plgpu.Barrier(num_arrivals=2),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
