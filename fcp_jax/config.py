@@ -5,7 +5,7 @@ import math
 import numbers
 
 METHODS = ("fcp", "ring", "all_gather", "bytescale", "wlb", "magi")
-TRANSPORTS = ("auto", "static", "xor", "shift")
+TRANSPORTS = ("auto", "static", "xor", "shift", "ragged")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -20,8 +20,9 @@ class PlanConfig:
       causal: each token attends to itself and earlier tokens of its segment; else to all of it.
       method: how blocks are cut and placed, one of `METHODS`.
       transport: how rounds run, one of `TRANSPORTS`. "static" compiles the rounds in; "xor" and
-        "shift" take them as data, so that a new batch does not recompile; "auto" is "xor" where
-        num_ranks is a power of two and "shift" elsewhere.
+        "shift" take them as data, so that a new batch does not recompile; so does "ragged", which
+        sends no padding but runs on GPUs only; "auto" is "xor" where num_ranks is a power of two
+        and "shift" elsewhere.
       coalesce: rounds that make a stage.
       ranks_per_node: consecutive ranks that share a node.
       rank_speeds: relative speed of each rank, length num_ranks; None for equal ranks.

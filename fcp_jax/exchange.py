@@ -101,6 +101,37 @@ def run_pipeline(
     return lax.fori_loop(0, ends[-1], stage, (arrivals, carry))[1]
 
 
+def transfer(
+    payloads: Sequence[jax.Array],
+    rounds: Sequence[Round],
+    shape: PlanShape,
+    axes: Axes,
+    sources: jax.Array | None = None,
+    *,
+    back: bool = False,
+) -> list[jax.Array] | jax.Array:
+    """Moves the payloads of a stage, one a round.
+
+    Args:
+      payloads: what this rank sends in each round, all of one shape; with `back`, what it returns.
+      rounds: of the stage.
+      shape: the plan's.
+      axes: the mesh's.
+      sources: for "ragged", int32 [N, G]: the rank that each arrival of each rank comes from, N
+        where nothing arrives; else None.
+      back: from receivers to senders.
+
+    Returns:
+      What arrives in each round, as a list or stacked; zeros where nothing does.
+    """
+    if sources is not None and rounds:
+        return _ragged(jnp.stack(payloads), sources, axes, back)
+    return [
+        send(payload, round_, shape, axes, back=back)
+        for payload, round_ in zip(payloads, rounds, strict=True)
+    ]
+
+
 def send(payload: jax.Array, round_: Round, shape: PlanShape, axes: Axes, *, back: bool = False):
     """Sends a payload through one round, or `back` along it; who is sent nothing gets zeros."""
     pairs = permutation(shape.transport, round_, shape.num_ranks)
@@ -108,3 +139,40 @@ def send(payload: jax.Array, round_: Round, shape: PlanShape, axes: Axes, *, bac
         pairs = [(dst, src) for src, dst in pairs]
     static = shape.transport == "static"
     return lax.ppermute(payload, axes.joint if static else axes.cp, pairs)
+
+
+def all_sources(source: jax.Array, shape: PlanShape, axes: Axes) -> jax.Array | None:
+    """Gathers [K, G] sources of this rank's arrivals to [N, K, G], where the transport needs it."""
+    return lax.all_gather(source, axes.cp) if shape.transport == "ragged" else None
+
+
+def _ragged(payloads: jax.Array, sources: jax.Array, axes: Axes, back: bool) -> jax.Array:
+    """Moves [G, ...] payloads, in order of their destinations, by one `ragged_all_to_all`.
+
+    The offsets of all ranks follow from `sources`, as each rank orders what it sends by
+    destination and what it receives by source.
+    """
+    rank = lax.axis_index(axes.cp)
+    ranks = jnp.arange(sources.shape[0], dtype=jnp.int32)
+    sends = jnp.sum(sources == rank, axis=1, dtype=jnp.int32)
+    receives = jnp.sum(sources[rank][:, None] == ranks, axis=0, dtype=jnp.int32)
+    before = (ranks < rank)[:, None, None]
+    if back:
+        # At each rank, what lower ranks return to it comes before what this rank does.
+        offsets = jnp.sum(before & (sources[:, :, None] == ranks), axis=(0, 1), dtype=jnp.int32)
+        sends, receives = receives, sends
+    else:
+        offsets = jnp.sum(sources < rank, axis=1, dtype=jnp.int32)
+    return _ragged_all_to_all(
+        payloads,
+        jnp.zeros_like(payloads),
+        jnp.cumsum(sends) - sends,
+        sends,
+        offsets,
+        receives,
+        axis_name=axes.cp,
+    )
+
+
+_ragged_all_to_all = lax.ragged_all_to_all
+"""Replaced in tests: XLA has it for GPUs (and TPUs) only."""

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from fcp_jax.plan import TABLES, Plan
 
+_RAGGED_PLATFORMS = ("gpu", "cuda", "rocm")
+
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
@@ -52,9 +54,16 @@ def resolve_axes(
       head_axis_name: the tensor parallel axis; ignored if the mesh has none of that name.
 
     Raises:
-      ValueError: if an axis is missing or its size is not the plan's.
+      ValueError: if an axis is missing or its size is not the plan's, or if the devices cannot run
+        the plan's transport.
     """
     sizes = dict(mesh.shape)
+    platform = mesh.devices.flat[0].platform
+    if plan.shape.transport == "ragged" and platform not in _RAGGED_PLATFORMS:
+        raise ValueError(
+            f'transport="ragged" runs on GPUs only, the mesh has devices of platform {platform!r}; '
+            'plan with transport="auto"'
+        )
     if axis_name not in sizes:
         raise ValueError(
             f"axis_name must be one of the mesh axes {tuple(sizes)}, got {axis_name!r}"

@@ -35,7 +35,7 @@ class PlanShape:
       block_size: B, as the planner chose it.
       num_slots: S.
       causal: whether the mask is causal.
-      transport: "static", "xor" or "shift".
+      transport: "static", "xor", "shift" or "ragged".
       groups: rounds of each group of KV stages.
       dispatch_groups: rounds of each group of dispatch stages.
     """
@@ -67,15 +67,19 @@ class Plan:
       fragment_lo: [R, F] first place of the fragment's segment.
       fragment_hi: [R, F] last place of the fragment's segment.
       trips: [groups] stages of each group of rounds, in order.
-      send_slot: [R, N, K, G] slot whose keys and values a rank sends in each round.
-      recv_block: [R, N, K, G] block that arrives in each round.
+      send_slot: [R, N, K, G] slot whose keys and values a rank sends in each round; for "ragged"
+        in order of destination rank, -1 at the end.
+      recv_block: [R, N, K, G] block that arrives in each round; for "ragged" in order of source
+        rank, -1 at the end.
       local_row_starts: [R, N, S + 1] work list over own blocks: first item of each query slot.
       local_columns: [R, N, I] own kv slot of each item.
       stage_row_starts: [R, N, K, S + 1] work list of each stage.
       stage_columns: [R, N, K, I] round whose arrival is each item's kv block.
       dispatch_trips: [dispatch groups] stages of each group of dispatch rounds.
-      dispatch_send: [R, N, K, G, 2] (destination rank, chunk) of each dispatch round.
-      dispatch_recv: [R, N, K, G, 2] (source rank, chunk) of each dispatch round. Chunk c of a rank
+      dispatch_send: [R, N, K, G, 2] (destination rank, chunk) of each dispatch round, ordered as
+        send_slot.
+      dispatch_recv: [R, N, K, G, 2] (source rank, chunk) of each dispatch round, ordered as
+        recv_block. Chunk c of a rank
         pair is the c-th run of B tokens, in order of place, that the source owns in the caller's
         layout and the destination in the plan's.
       shape: what is compiled in.

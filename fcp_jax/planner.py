@@ -232,7 +232,7 @@ def _best_windows(
         lay = _placed(blocks, rank, segments, config)
         src, dst = lay.rank[lay.transfer_block], lay.transfer_dst
         rounds = max_degree(src, dst)
-        if transport != "static":
+        if transport in ("xor", "shift"):
             rounds = schedule(src, dst, ranks, transport, config.coalesce, True).num_rounds
         pairs = np.bincount(rank, query_costs(blocks, segments, config.causal), ranks)
         stays = np.zeros((ranks, ranks), np.int64)
@@ -330,7 +330,7 @@ def _row_tables(
     src = lay.rank[lay.transfer_block]
     send_slot = np.full((ranks, num_stages, width), -1)
     recv_block = np.full((ranks, num_stages, width), -1)
-    send_slot[src, stage, rounds.position] = lay.slot[lay.transfer_block]
+    send_slot[src, stage, rounds.send_position] = lay.slot[lay.transfer_block]
     recv_block[lay.transfer_dst, stage, rounds.position] = plan_block[lay.transfer_block]
     tables |= {"send_slot": send_slot, "recv_block": recv_block}
 
@@ -358,7 +358,7 @@ def _row_tables(
     src, dst, chunk = chunks
     stage, width = dispatch.stage(dispatch.trips), _width(dispatch)
     sends = np.full((2, ranks, max(int(dispatch.trips.sum()), 1), width, 2), -1)
-    sends[0, src, stage, dispatch.position] = np.stack([dst, chunk], 1)
+    sends[0, src, stage, dispatch.send_position] = np.stack([dst, chunk], 1)
     sends[1, dst, stage, dispatch.position] = np.stack([src, chunk], 1)
     tables["dispatch_send"], tables["dispatch_recv"] = sends
     return {name: table[None].astype(np.int32) for name, table in tables.items()}
@@ -405,6 +405,8 @@ def _stats(
     src, dst = lay.rank[lay.transfer_block], lay.transfer_dst
     costs = query_costs(lay.blocks, lay.segments, config.causal)
     rank_pairs = np.bincount(lay.rank, weights=costs, minlength=config.num_ranks)
+    degree = max_degree(src, dst)
+    num_rounds = degree if shape.transport == "ragged" else rounds.num_rounds
     return PlanStats(
         method=config.method,
         num_ranks=config.num_ranks,
@@ -413,8 +415,8 @@ def _stats(
         transport=shape.transport,
         transport_reason=reason,
         num_transfers=len(src),
-        max_degree=max_degree(src, dst),
-        num_rounds=rounds.num_rounds,
+        max_degree=degree,
+        num_rounds=num_rounds,
         num_stages=int(rounds.trips.sum()),
         memory_tokens_max=shape.plan_rows_per_rank,
         planning_seconds=0.0,
@@ -425,7 +427,7 @@ def _stats(
             src,
             dst,
             moved,
-            rounds.num_rounds,
+            num_rounds,
             shape.transport,
         ),
     )

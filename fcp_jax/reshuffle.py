@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fcp_jax.exchange import run_stages, send
+from fcp_jax.exchange import all_sources, run_stages, transfer
 from fcp_jax.mesh import Axes, rank_tables, resolve_axes, spmd, table_specs
 from fcp_jax.places import for_each_row, places_to_rows, rows_to_places
 from fcp_jax.plan import Plan
@@ -204,6 +204,9 @@ def _move_rank(leaves, plan: Plan, *, axes: Axes, forward: bool):
     if not forward:
         sends, receives = receives, sends
 
+    source = plan.dispatch_recv[:, :, 0]
+    sources = all_sources(jnp.where(source < 0, shape.num_ranks, source), shape, axes)
+
     packed, unpack = _pack([leaf[0] for leaf in leaves])
     stay = jnp.where(receiver.peer == rank, receiver.partner, sender.order.shape[0])
     out = [_take(x, stay) for x in packed]
@@ -211,14 +214,11 @@ def _move_rank(leaves, plan: Plan, *, axes: Axes, forward: bool):
     def stage(index, rounds, out):
         leaving = sender.chunks(sends[index, : len(rounds)], shape.block_size)
         landing = receiver.chunks(receives[index, : len(rounds)], shape.block_size).reshape(-1)
+        stage_sources = None if sources is None else sources[:, index]
         for i, x in enumerate(packed):
-            arrivals = jnp.concatenate(
-                [
-                    send(_take(x, rows), round_, shape, axes, back=not forward)
-                    for rows, round_ in zip(leaving, rounds, strict=True)
-                ]
-            )
-            out[i] = out[i].at[landing].set(arrivals, mode="drop")
+            payloads = [_take(x, rows) for rows in leaving]
+            arrivals = transfer(payloads, rounds, shape, axes, stage_sources, back=not forward)
+            out[i] = out[i].at[landing].set(jnp.concatenate(arrivals), mode="drop")
         return out
 
     out = run_stages(shape.dispatch_groups, plan.dispatch_trips, shape, stage, out)

@@ -12,17 +12,21 @@ import numpy as np
 from fcp_jax.edge_coloring import color_edges
 
 Round = int | tuple[tuple[int, int], ...]
-"""A shift s of the "xor" or "shift" family, or the (src, dst) pairs of a static round."""
+"""A shift s of the "xor" or "shift" family, the (src, dst) pairs of a static round, or the place
+of a round in a "ragged" stage, which may be any matching."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
     """The place of each transfer: round `position` of trip `turn` through group `group`.
 
+    In a "ragged" stage each rank numbers what it sends and what it receives on its own.
+
     Attributes:
       group: int64 [num_transfers].
       turn: int64 [num_transfers].
-      position: int64 [num_transfers].
+      position: int64 [num_transfers], at the receiver.
+      send_position: int64 [num_transfers], at the sender.
       groups: the rounds of each group.
       trips: int64 [num_groups], how often each group runs; always 1 for "static".
     """
@@ -30,6 +34,7 @@ class Schedule:
     group: np.ndarray
     turn: np.ndarray
     position: np.ndarray
+    send_position: np.ndarray
     groups: tuple[tuple[Round, ...], ...]
     trips: np.ndarray
 
@@ -65,27 +70,18 @@ def schedule(
       transport: "static" colors the edges of the bipartite multigraph, which takes exactly
         max-degree rounds (König 1916; paper: Communication Planner). "xor" and "shift" run the
         permutations i -> i ^ s and i -> (i + s) mod num_ranks, each group of them as often as its
-        busiest (rank, s) needs.
+        busiest (rank, s) needs. "ragged" makes stages of `coalesce` colors each, in which a rank
+        orders what it sends by destination and what it receives by source.
       coalesce: most rounds a stage.
       by_distance: see `shift_groups`.
 
     Returns:
       The schedule. Transfers of one rank with the same s keep their order.
     """
-    if transport == "static":
+    if transport in ("static", "ragged"):
         color = color_edges(src, dst, num_ranks).astype(np.int64)
-        num_rounds = int(color.max(initial=-1)) + 1
-        by_color = np.lexsort((src, color))
-        pairs = np.split(
-            np.stack([src, dst], 1)[by_color],
-            np.searchsorted(color[by_color], np.arange(1, num_rounds)),
-        )
-        rounds = [tuple(map(tuple, pair.tolist())) for pair in pairs[:num_rounds]]
-        groups = tuple(tuple(rounds[i : i + coalesce]) for i in range(0, num_rounds, coalesce))
-        group, position = np.divmod(color, coalesce)
-        return Schedule(
-            group, np.zeros_like(group), position, groups, np.ones(len(groups), np.int64)
-        )
+        colored = _static if transport == "static" else _ragged
+        return colored(src, dst, color, coalesce)
     groups = shift_groups(num_ranks, transport, coalesce, by_distance)
     group_of = np.zeros(num_ranks, np.int64)
     first, apart, times = (np.zeros(num_ranks, np.int64) for _ in range(3))
@@ -99,7 +95,35 @@ def schedule(
     trips = np.zeros(len(groups), np.int64)
     np.maximum.at(trips, group_of[shift], turn + 1)
     position = first[shift] + again * apart[shift]
-    return Schedule(group_of[shift], turn, position, groups, trips)
+    return Schedule(group_of[shift], turn, position, position, groups, trips)
+
+
+def _static(src, dst, color: np.ndarray, coalesce: int) -> Schedule:
+    num_rounds = int(color.max(initial=-1)) + 1
+    by_color = np.lexsort((src, color))
+    pairs = np.split(
+        np.stack([src, dst], 1)[by_color],
+        np.searchsorted(color[by_color], np.arange(1, num_rounds)),
+    )
+    rounds = [tuple(map(tuple, pair.tolist())) for pair in pairs[:num_rounds]]
+    groups = tuple(tuple(rounds[i : i + coalesce]) for i in range(0, num_rounds, coalesce))
+    group, position = np.divmod(color, coalesce)
+    once = np.ones(len(groups), np.int64)
+    return Schedule(group, np.zeros_like(group), position, position, groups, once)
+
+
+def _ragged(src, dst, color: np.ndarray, coalesce: int) -> Schedule:
+    turn = color // coalesce
+    trips = int(turn.max(initial=-1)) + 1
+
+    def positions(own, peer):
+        position, order = np.empty_like(turn), np.argsort(peer, kind="stable")
+        position[order] = occurrence((own * trips + turn)[order])
+        return position
+
+    groups = (tuple(range(coalesce)),)
+    received, sent = positions(dst, src), positions(src, dst)
+    return Schedule(np.zeros_like(turn), turn, received, sent, groups, np.array([trips]))
 
 
 def shift_groups(

@@ -9,6 +9,7 @@ where the queries live and pushes dk and dv partials back along the reversed rou
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fcp_jax import check
-from fcp_jax.exchange import run_pipeline, send
+from fcp_jax.exchange import all_sources, run_pipeline, transfer
 from fcp_jax.mesh import Axes, rank_tables, resolve_axes, spmd, table_specs
 from fcp_jax.places import query_ranges, rows_to_places, token_mask
 from fcp_jax.plan import Plan
@@ -277,7 +278,7 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
         """Computes dq of a stage, which hides the way home of its dk and dv."""
         dq, dkv, parts = carry
         work, mask = rank.stage(index)
-        returned = rank.push(parts, rounds)
+        returned = rank.push(parts, index, rounds)
         k, v = jnp.split(arrivals, 2, axis=1)
         dq = block_attention_grad_q(q, k, v, *own, mask, work, dq, **rank.options)
         returned, dq = lax.optimization_barrier((returned, dq))
@@ -303,6 +304,9 @@ class _Rank:
         rows += lax.axis_index(self.axes.cp) * shape.plan_rows_per_rank
         self.own_mask = TokenMask(*query_ranges(plan, rows))
         self.own_work = WorkList(plan.local_row_starts, plan.local_columns)
+        # The rank of each block that arrives; what is none is of no rank.
+        source = jnp.where(plan.recv_block < 0, shape.num_ranks, plan.recv_block // shape.num_slots)
+        self.sources = all_sources(source, shape, self.axes)
 
     def run(self, local, pull, push=None):
         """Runs all stages; see `run_pipeline`."""
@@ -323,28 +327,29 @@ class _Rank:
         All stages return as many rows, whatever their group, and zeros where they bring nothing.
         """
         size = self.shape.block_size
-        arrivals = [
-            send(lax.dynamic_slice_in_dim(kv, first, size), round_, self.shape, self.axes)
-            for first, round_ in zip(self._sent_rows(index, rounds), rounds, strict=True)
+        payloads = [
+            lax.dynamic_slice_in_dim(kv, first, size) for first in self._sent_rows(index, rounds)
         ]
+        arrivals = transfer(payloads, rounds, self.shape, self.axes, self._sources(index))
         missing = self.plan.recv_block.shape[1] - len(rounds)
         return jnp.concatenate([*arrivals, jnp.zeros((missing * size, *kv.shape[1:]), kv.dtype)])
 
-    def push(self, parts: jax.Array, rounds) -> list[jax.Array]:
+    def push(self, parts: jax.Array, index, rounds) -> Sequence[jax.Array] | jax.Array:
         """Sends partial sums back to the owners of a stage's blocks; returns what comes here."""
-        blocks = parts.reshape(-1, self.shape.block_size, *parts.shape[1:])
-        return [
-            send(block, round_, self.shape, self.axes, back=True)
-            for block, round_ in zip(blocks, rounds, strict=False)
-        ]
+        blocks = parts.reshape(-1, self.shape.block_size, *parts.shape[1:])[: len(rounds)]
+        sources = self._sources(index)
+        return transfer(list(blocks), rounds, self.shape, self.axes, sources, back=True)
 
-    def add(self, dkv: jax.Array, returned: list[jax.Array], index, rounds) -> jax.Array:
+    def add(self, dkv: jax.Array, returned, index, rounds) -> jax.Array:
         """Adds what `push` returned to the sums of the blocks that this rank sent."""
         size = self.shape.block_size
         for first, part in zip(self._sent_rows(index, rounds), returned, strict=True):
             total = lax.dynamic_slice_in_dim(dkv, first, size) + part
             dkv = lax.dynamic_update_slice_in_dim(dkv, total, first, axis=0)
         return dkv
+
+    def _sources(self, index) -> jax.Array | None:
+        return None if self.sources is None else self.sources[:, index]
 
     def _sent_rows(self, index, rounds) -> list[jax.Array]:
         """First row of the block that this rank sends in each round of a stage."""

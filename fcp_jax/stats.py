@@ -90,7 +90,7 @@ def transfer_stats(
       dst: int64 [num_transfers], receiver.
       moved: int64 [N, N], tokens that dispatch moves from one rank to another.
       num_rounds: KV permutes that run.
-      transport: "static" sends only real payloads; the others send in every round.
+      transport: "static" and "ragged" send only real payloads; the others in every round.
     """
     ranks = config.num_ranks
     block_bytes = block_size * config.kv_bytes_per_token
@@ -107,13 +107,14 @@ def transfer_stats(
     qkv_bytes = config.kv_bytes_per_token * qkv_heads // (2 * config.num_kv_heads)
     away = moved - np.diag(np.diag(moved))
     busiest = int(larger.max(initial=0))
+    padded = transport in ("xor", "shift")
     inside = int((src // config.ranks_per_node == dst // config.ranks_per_node).sum())
     return {
         "compute_imbalance": imbalance(seconds),
         "comm_imbalance": imbalance(sent + received),
         "bandwidth_needed": float(needed.max(initial=0.0)),
         "payload_bytes_max": busiest,
-        "wire_bytes_max": busiest if transport == "static" else num_rounds * block_bytes,
+        "wire_bytes_max": num_rounds * block_bytes if padded else busiest,
         "send_bytes_max": int(sent.max(initial=0)),
         "intra_node_bytes": inside * block_bytes,
         "inter_node_bytes": (len(src) - inside) * block_bytes,

@@ -10,7 +10,7 @@ import numpy as np
 
 from fcp_jax.blocks import Blocks, block_pairs
 from fcp_jax.plan import TABLES, Plan
-from fcp_jax.rounds import permutation
+from fcp_jax.rounds import occurrence, permutation
 from fcp_jax.tables import fragment_blocks, work_items
 
 
@@ -122,9 +122,21 @@ def _check_fragments(plan: Plan, row: int) -> Blocks:
     return fragment_blocks(plan, row)
 
 
-def _round_tables(plan: Plan, groups, trips):
-    """Yields (stage, position, senders, receivers) of every round that runs, for one row."""
+def _round_tables(plan: Plan, groups, trips, sources: np.ndarray):
+    """Yields (stage, position at the sender, at the receiver, senders, receivers), for one row.
+
+    Once for every round that runs; for "ragged" once a stage, from the sources [N, K, G] of what
+    the ranks receive.
+    """
     shape = plan.shape
+    if shape.transport == "ragged":
+        ordered = np.where(sources < 0, shape.num_ranks, sources)
+        _require((np.diff(ordered) >= 0).all(), "a ragged stage is not in order of source")
+        for stage in range(int(trips.sum())):
+            dst, position = np.nonzero(sources[:, stage] >= 0)
+            src = sources[dst, stage, position]
+            yield stage, occurrence(src), position, src, dst
+        return
     stage = 0
     for rounds, times in zip(groups, trips, strict=True):
         pairs = [
@@ -133,7 +145,7 @@ def _round_tables(plan: Plan, groups, trips):
         ]
         for _ in range(int(times)):
             for position, pair in enumerate(pairs):
-                yield stage, position, pair[:, 0], pair[:, 1]
+                yield stage, position, position, pair[:, 0], pair[:, 1]
             stage += 1
 
 
@@ -153,14 +165,19 @@ def _check_rounds(plan: Plan, row: int) -> None:
     _require(((slots >= -1) & (slots < shape.num_slots)).all(), "send_slot names no slot")
     expected = np.full_like(block, -1)
     carried = np.full_like(slots, -1)
-    for stage, position, src, dst in _round_tables(plan, shape.groups, plan.trips):
+    sources = np.where(block < 0, -1, block // shape.num_slots)
+    _require((sources < shape.num_ranks).all(), "recv_block names no block")
+    rounds = _round_tables(plan, shape.groups, plan.trips, sources)
+    for stage, leaving, position, src, dst in rounds:
         src, dst = _own_pairs(plan, row, src, dst)
         _require(
-            len(np.unique(src)) == len(src) and len(np.unique(dst)) == len(dst),
+            shape.transport == "ragged"
+            or (len(np.unique(src)) == len(src) and len(np.unique(dst)) == len(dst)),
             f"round {position} of stage {stage} is not a matching",
         )
-        sent = slots[src, stage, position]
-        carried[src, stage, position] = sent
+        _require(np.max(leaving, initial=0) < slots.shape[2], "a rank is to send too much at once")
+        sent = slots[src, stage, leaving]
+        carried[src, stage, leaving] = sent
         expected[dst, stage, position] = np.where(sent < 0, -1, src * shape.num_slots + sent)
     _require((carried == slots).all(), "a rank is to send in a round in which it has no receiver")
     wrong = np.argwhere(expected != block)
@@ -226,12 +243,12 @@ def _check_dispatch(plan: Plan, row: int, blocks: Blocks) -> None:
     chunks: list[tuple[int, int, int]] = []
     sends, receives = plan.dispatch_send[row], plan.dispatch_recv[row]
     used = np.zeros((2, *sends.shape[:3]), bool)
-    for stage, position, src, dst in _round_tables(
-        plan, shape.dispatch_groups, plan.dispatch_trips
-    ):
+    rounds = _round_tables(plan, shape.dispatch_groups, plan.dispatch_trips, receives[..., 0])
+    for stage, leaving, position, src, dst in rounds:
         src, dst = _own_pairs(plan, row, src, dst)
-        used[0, src, stage, position] = used[1, dst, stage, position] = True
-        sent, received = sends[src, stage, position], receives[dst, stage, position]
+        _require(np.max(leaving, initial=0) < sends.shape[2], "dispatch sends too much at once")
+        used[0, src, stage, leaving] = used[1, dst, stage, position] = True
+        sent, received = sends[src, stage, leaving], receives[dst, stage, position]
         travels = sent[:, 0] >= 0
         _require((sent[travels, 0] == dst[travels]).all(), "dispatch sends to another rank")
         _require(

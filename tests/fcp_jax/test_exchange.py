@@ -1,5 +1,6 @@
 """The pipeline of stages: what runs, in which order, and what may overlap."""
 
+import dataclasses
 import threading
 
 import jax
@@ -10,7 +11,7 @@ from parity import assert_close, cp_mesh, operands, value_and_grads
 from reference import dense_attention, segment_ids_of
 
 import fcp_jax as fcp
-from fcp_jax import staged_attention
+from fcp_jax import exchange, mesh, staged_attention
 from fcp_jax.exchange import run_pipeline
 
 TRIPS = [[1, 0, 0], [1, 1, 1], [2, 0, 3], [1, 4, 0], [1, 0, 1]]
@@ -49,17 +50,17 @@ def test_every_stage_runs_once_with_its_own_rounds_and_groups_without_trips_do_n
 
 def test_a_batch_runs_only_the_permutes_that_its_plan_counts(monkeypatch):
     counts, lock = {"pull": 0, "push": 0}, threading.Lock()
-    send = staged_attention.send
+    transfer = staged_attention.transfer
 
-    def count(way):
-        with lock:
-            counts[way] += 1
+    def counted(payloads, rounds, *args, back=False):
+        def count():
+            with lock:
+                counts["push" if back else "pull"] += len(rounds)
 
-    def counted(payload, round_, shape, axes, *, back=False):
-        jax.debug.callback(count, "push" if back else "pull")
-        return send(payload, round_, shape, axes, back=back)
+        jax.debug.callback(count)
+        return transfer(payloads, rounds, *args, back=back)
 
-    monkeypatch.setattr(staged_attention, "send", counted)
+    monkeypatch.setattr(staged_attention, "transfer", counted)
     tokens = 96  # of no other test: programs are cached
     config = fcp.PlanConfig(8, tokens, block_size=64, coalesce=2, transport="xor")
     args = operands(np.random.default_rng(0), config.capacity)
@@ -126,3 +127,80 @@ def test_each_stage_joins_the_next_transfers_with_its_own_kernel(transport):
     # Pulls of forward and backward, the first one with local work, and pushes.
     first = [] if transport == "static" else [widths[0]]
     assert sorted(n for n, _ in found) == sorted(2 * (first + widths) + widths)
+
+
+def ragged_all_to_all(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
+    """What `lax.ragged_all_to_all` documents, from all_gather; NaN where ranks disagree."""
+    rank = jax.lax.axis_index(axis_name)
+    tables = operand, input_offsets, send_sizes, output_offsets
+    operands, begins, sizes, lands = (jax.lax.all_gather(x, axis_name) for x in tables)
+    row = jnp.arange(len(operand))
+    for source in range(len(operands)):
+        at = jnp.where(row < sizes[source, rank], lands[source, rank] + row, len(output))
+        rows = operands[source, jnp.minimum(begins[source, rank] + row, len(operand) - 1)]
+        output = output.at[at].set(rows, mode="drop")
+    if not jnp.issubdtype(output.dtype, jnp.floating):
+        return output
+    return jnp.where(jnp.all(sizes[:, rank] == recv_sizes), output, jnp.nan)
+
+
+@pytest.fixture
+def emulated_ragged(monkeypatch):
+    monkeypatch.setattr(exchange, "_ragged_all_to_all", ragged_all_to_all)
+    monkeypatch.setattr(mesh, "_RAGGED_PLATFORMS", ("cpu",))
+
+
+def test_ragged_equals_dense_and_dispatches_like_static(emulated_ragged):
+    config = fcp.PlanConfig(8, 104, block_size=64, coalesce=3, transport="ragged")
+    args = operands(np.random.default_rng(1), config.capacity)
+    for lengths in ([832], [333, 1, 64, 65, 0, 128, 5, 20], [100] * 7, [7] * 100, []):
+        plan = fcp.make_plan(lengths, config)
+        fcp.validate_plan(plan)
+        assert plan.stats.num_rounds == plan.stats.max_degree
+        assert plan.stats.wire_bytes_max == plan.stats.payload_bytes_max
+        static = fcp.make_plan(lengths, dataclasses.replace(config, transport="static"))
+        np.testing.assert_array_equal(
+            fcp.dispatch(args[0], plan, mesh=cp_mesh(8)),
+            fcp.dispatch(args[0], static, mesh=cp_mesh(8)),
+        )
+        plan = fcp.pad_plan(plan, (128, 6, 8, 12, 4))
+        ids = segment_ids_of(fcp.Segments.from_seqlens(lengths), config.capacity)
+        assert_close(value_and_grads(*args, plan, cp_mesh(8)), dense_attention(*args, ids, True))
+
+
+def test_ragged_over_rows_of_very_unequal_work(emulated_ragged):
+    mesh = jax.make_mesh((2, 4), ("dp", "cp"))
+    config = fcp.PlanConfig(4, 100, block_size=64, coalesce=2, transport="ragged")
+    rows = [[397], [5] * 20]
+    plan = fcp.make_batch_plan(rows, config)
+    fcp.validate_plan(plan)
+    args = [operands(np.random.default_rng(i), config.capacity) for i in range(2)]
+    got = value_and_grads(*(np.stack(x) for x in zip(*args, strict=True)), plan, mesh)
+    for i, (own, row) in enumerate(zip(args, rows, strict=True)):
+        ids = segment_ids_of(fcp.Segments.from_seqlens(row), config.capacity)
+        assert_close([np.asarray(x)[i] for x in got], dense_attention(*own, ids, True))
+
+
+def test_ragged_needs_gpus():
+    config = fcp.PlanConfig(2, 64, block_size=64, transport="ragged")
+    plan = fcp.make_plan([100], config)
+    x = jnp.zeros((128, 2, 8))
+    for call in (
+        lambda: fcp.attention(x, x, x, plan, mesh=cp_mesh(2)),
+        lambda: fcp.dispatch(x, plan, mesh=cp_mesh(2)),
+    ):
+        with pytest.raises(ValueError, match='"ragged" runs on GPUs only.*platform .cpu.'):
+            call()
+
+
+def test_a_ragged_plan_with_a_wrong_order_is_found():
+    plan = fcp.make_plan([1000], fcp.PlanConfig(8, 128, block_size=64, transport="ragged"))
+    for name in ("recv_block", "send_slot", "dispatch_recv", "dispatch_send"):
+        table = getattr(plan, name).copy()
+        stage = table[0, 0, 0]
+        first, second = np.unique(stage, axis=0, return_index=True)[1][-2:]
+        stage[[first, second]] = stage[[second, first]]
+        with pytest.raises(fcp.InvalidPlanError):
+            fcp.validate_plan(dataclasses.replace(plan, **{name: table}))

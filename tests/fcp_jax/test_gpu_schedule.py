@@ -25,12 +25,15 @@ MARKS = {
     "collective-permute-start(": "S",
     "collective-permute-done(": "D",
     "collective-permute(": "P",
+    "ragged-all-to-all-start(": "S",
+    "ragged-all-to-all-done(": "D",
+    "ragged-all-to-all(": "P",
     " while(": "W",
 }
 TOKENS = 4096
 
 
-def compile_for(num_ranks):
+def compile_for(num_ranks, **config):
     hosts = max(num_ranks // 8, 1)
     topology = topologies.get_topology_desc(
         "",
@@ -39,7 +42,7 @@ def compile_for(num_ranks):
         topology=f"1x{hosts}x{num_ranks // hosts}",
     )
     mesh = Mesh(np.array(topology.devices), ("cp",), axis_types=(AxisType.Auto,))
-    config = fcp.PlanConfig(num_ranks, TOKENS, block_size=512)
+    config = fcp.PlanConfig(num_ranks, TOKENS, block_size=512, **config)
     seqlens = sample_seqlens("lognormal", num_ranks=num_ranks, tokens_per_rank=TOKENS)
     plan = fcp.make_plan(seqlens, config)
 
@@ -83,3 +86,14 @@ def test_transfers_start_before_the_kernel_and_finish_after_it(num_ranks):
     )
     assert all(body.count("S") == body.count("D") for body in stages)
     assert len(re.findall(r"SW+D", entry)) == 2  # stage 0 of forward and of backward
+
+
+def test_ragged_stages_overlap_too():
+    _, compiled = compile_for(8, transport="ragged")
+    *bodies, entry = schedules(compiled.as_text())
+    assert "ragged-all-to-all-start" in compiled.as_text()
+    assert "collective-permute" not in compiled.as_text()
+    # Forward pull, backward pull, push: one transfer a stage, whatever it brings.
+    assert [body for body in bodies if "W" in body] == 3 * ["SWWWD"]
+    assert not any("P" in body for body in bodies)
+    assert len(re.findall(r"SW+D", entry)) == 2
