@@ -77,11 +77,13 @@ def run_pipeline(
     arrivals, carry = local(groups[0])
     branches = [*groups, ()]
     if shape.transport == "static":
-        for index, rounds in enumerate(groups):
-            following, carry = pull(index, branches[index + 1], arrivals, carry)
+        index = jnp.int32(0)
+        for group, rounds in enumerate(groups):
+            following, carry = pull(index, branches[group + 1], arrivals, carry)
             if push is not None:
                 carry = push(index, rounds, arrivals, carry)
-            arrivals = following
+            # What a stage sends depends on its index, so nothing is sent stages ahead.
+            index, arrivals, carry = lax.optimization_barrier((index + 1, following, carry))
         return carry
     ends = jnp.cumsum(trips)
 

@@ -230,7 +230,7 @@ def _rank_forward(q, k, v, plan: Plan, *, call: _Call):
     """One rank's program; q is [1, S*B, heads, head_dim]."""
     rank = _Rank(call, plan)
     q, k, v = q[0], k[0], v[0]
-    kv = jnp.concatenate([k, v], axis=1)
+    kv = k, v
 
     def local(rounds):
         following = rank.pull(kv, 0, rounds)
@@ -254,7 +254,7 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
     # Else XLA finds that forward pulls the same blocks, and keeps those of stage 0 until now.
     k, v, dout = lax.optimization_barrier((k, v, dout))
     q, k, v = q[0], k[0], v[0]
-    kv = jnp.concatenate([k, v], axis=1)
+    kv = k, v
     own = (dout[0], lse[0].T, delta[0].T)
 
     def local(rounds):
@@ -321,18 +321,20 @@ class _Rank:
         mask = self.own_mask._replace(kv_index=rows_to_places(self.plan, rows.reshape(-1)))
         return work, mask
 
-    def pull(self, kv: jax.Array, index, rounds) -> jax.Array:
+    def pull(self, kv: tuple[jax.Array, jax.Array], index, rounds) -> jax.Array:
         """Sends own blocks through the rounds of a stage; returns what arrives, in order.
 
         All stages return as many rows, whatever their group, and zeros where they bring nothing.
         """
         size = self.shape.block_size
         payloads = [
-            lax.dynamic_slice_in_dim(kv, first, size) for first in self._sent_rows(index, rounds)
+            jnp.concatenate([lax.dynamic_slice_in_dim(x, first, size) for x in kv], axis=1)
+            for first in self._sent_rows(index, rounds)
         ]
         arrivals = transfer(payloads, rounds, self.shape, self.axes, self._sources(index))
         missing = self.plan.recv_block.shape[1] - len(rounds)
-        return jnp.concatenate([*arrivals, jnp.zeros((missing * size, *kv.shape[1:]), kv.dtype)])
+        heads, dim = 2 * kv[0].shape[1], kv[0].shape[2]
+        return jnp.concatenate([*arrivals, jnp.zeros((missing * size, heads, dim), kv[0].dtype)])
 
     def push(self, parts: jax.Array, index, rounds) -> Sequence[jax.Array] | jax.Array:
         """Sends partial sums back to the owners of a stage's blocks; returns what comes here."""

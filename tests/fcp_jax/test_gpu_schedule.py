@@ -14,8 +14,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from memory import backward_bytes, forward_bytes
 
 import fcp_jax as fcp
+from fcp_jax import staged_attention
 from fcp_jax.mesh import resolve_axes, table_specs
 from fcp_jax.workloads import sample_seqlens
 
@@ -33,7 +35,7 @@ MARKS = {
 TOKENS = 4096
 
 
-def compile_for(num_ranks, **config):
+def mesh_of(num_ranks):
     hosts = max(num_ranks // 8, 1)
     topology = topologies.get_topology_desc(
         "",
@@ -41,24 +43,40 @@ def compile_for(num_ranks, **config):
         target_config=TARGET.read_text(),
         topology=f"1x{hosts}x{num_ranks // hosts}",
     )
-    mesh = Mesh(np.array(topology.devices), ("cp",), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(topology.devices), ("cp",), axis_types=(AxisType.Auto,))
+
+
+def placed_tables(plan, axes):
+    def placed(table, spec):
+        sharding = NamedSharding(axes.mesh, spec)
+        return jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, plan, table_specs(plan, axes))
+
+
+def options(plan):
+    return fcp.gpu_compiler_options(plan) | {"xla_gpu_autotune_level": 0}
+
+
+def compile_for(num_ranks, **config):
+    mesh = mesh_of(num_ranks)
     config = fcp.PlanConfig(num_ranks, TOKENS, block_size=512, **config)
     seqlens = sample_seqlens("lognormal", num_ranks=num_ranks, tokens_per_rank=TOKENS)
     plan = fcp.make_plan(seqlens, config)
 
-    def placed(shape, dtype, spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    def placed(heads):
+        sharding = NamedSharding(mesh, P("cp"))
+        size = (num_ranks * TOKENS, heads, 128)
+        return jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=sharding)
 
-    q, k = (placed((num_ranks * TOKENS, n, 128), jnp.bfloat16, P("cp")) for n in (8, 2))
-    specs = table_specs(plan, resolve_axes(plan, mesh, "cp", "dp", "tp"))
-    tables = jax.tree.map(lambda x, spec: placed(x.shape, x.dtype, spec), plan, specs)
+    q, k = placed(8), placed(2)
+    tables = placed_tables(plan, resolve_axes(plan, mesh, "cp", "dp", "tp"))
 
     def step(q, k, v, dout, plan):
         out, pullback = jax.vjp(lambda *x: fcp.attention(*x, plan, mesh=mesh), q, k, v)
         return out, pullback(dout * out)  # as after a loss: backward cannot start before the end
 
-    options = fcp.gpu_compiler_options(plan) | {"xla_gpu_autotune_level": 0}
-    return plan, jax.jit(step).lower(q, k, k, q, tables).compile(compiler_options=options)
+    return plan, jax.jit(step).lower(q, k, k, q, tables).compile(compiler_options=options(plan))
 
 
 def schedules(text):
@@ -97,3 +115,28 @@ def test_ragged_stages_overlap_too():
     assert [body for body in bodies if "W" in body] == 3 * ["SWWWD"]
     assert not any("P" in body for body in bodies)
     assert len(re.findall(r"SW+D", entry)) == 2
+
+
+def test_memory_of_one_of_64_ranks_is_within_the_formula():
+    ranks, tokens, heads, kv_heads, dim = 64, 32768, 64, 8, 128
+    mesh = mesh_of(ranks)
+    config = fcp.PlanConfig(ranks, tokens)
+    seqlens = sample_seqlens("lognormal", num_ranks=ranks, tokens_per_rank=tokens)
+    plan = fcp.make_plan(seqlens, config)
+    axes = resolve_axes(plan, mesh, "cp", "dp", "tp")
+    call = staged_attention._Call(axes, 1.0, None, False)
+
+    def placed(dtype, *features):
+        sharding = NamedSharding(mesh, P(None, "cp"))
+        rows = ranks * plan.shape.plan_rows_per_rank
+        return jax.ShapeDtypeStruct((1, rows, *features), dtype, sharding=sharding)
+
+    q, k = (placed(jnp.bfloat16, n, dim) for n in (heads, kv_heads))
+    lse = placed(jnp.float32, heads)
+    tables = placed_tables(plan, axes)
+    forward = staged_attention._forward.lower(call, q, k, k, tables)
+    backward = staged_attention._backward.lower(call, q, k, k, q, lse, q, plan=tables)
+    sizes = plan.shape, plan.send_slot.shape[3], heads, kv_heads, dim, 2
+    for program, allowed in ((forward, forward_bytes(*sizes)), (backward, backward_bytes(*sizes))):
+        used = program.compile(compiler_options=options(plan)).memory_analysis()
+        assert 0.6 * allowed < used.temp_size_in_bytes <= allowed
