@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, math, vector
 
 from pallas_kernels.mgpu_common import (
     ACC,
@@ -35,6 +37,9 @@ from pallas_kernels.mgpu_common import (
 from pallas_kernels.tile_schedule import TileSchedule
 from pallas_kernels.work_list import TokenMask
 
+# A warpgroup writes dS of step t once its peer has arrived with step t - 1, and so has finished dq of
+# step t - 3, which the buffer held.
+_DS_BUFFERS = 3
 _TILED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
@@ -105,11 +110,14 @@ def backward(
         q_ref, k_ref, v_ref, do_ref, stats_ref, spans_ref, index_ref, order_ref, num_live_ref,
         starts_ref, num_masked_ref, num_half_ref, tiles_ref, dq_ref, dk_out, dv_out, k_smem, v_smem,
         q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, p_smem, kv_full, kv_empty, q_full,
-        q_empty, do_full, do_empty, spans_full, ds_full,
+        do_full, empty, spans_full, ds_full,
     ):  # fmt: skip
         del num_half_ref
         cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
+
+        def multiply_to_int32(x, factor):
+            return (x * factor).astype(jnp.int32) if interpret else _multiply_to_int32(x, factor)
 
         def plan():
             rounds, unit = unit_plan(cta, num_ctas, num_live_ref[0], 1, num_kv_heads, order_ref)
@@ -126,7 +134,7 @@ def backward(
             plgpu.set_max_registers(config.compute_registers, action="increase")
             rounds, unit_at = plan()
 
-            def run_unit(r, step):
+            def run_unit(r, first_step):
                 kv_head, tile, begin, count, num_masked = unit_at(r)
                 rows = pl.ds(tile * (2 * ROWS) + wg * ROWS, ROWS)
                 index = plgpu.load(index_ref.at[rows], layout=ROW, optimized=False)
@@ -150,9 +158,21 @@ def backward(
                         s = jnp.where(seen, s, -jnp.inf)
                     return jnp.exp2(s * log2_scale - stat(slot, 0))
 
-                def add_dq(me, dq, slot, q_tile, head):
-                    factor = plgpu.load(stats_smem.at[slot, 2], layout=ROW, optimized=False)
-                    dq = (dq * lax.broadcast_in_dim(factor, dq.shape, [0])).astype(jnp.int32)
+                def columns(me):
+                    return pl.ds(me * dq_columns, dq_columns) if by_columns else pl.ds(0, dim)
+
+                def multiply_dq(me, ref, buffer):
+                    """This warpgroup's share of dq = dS @ K."""
+                    if by_columns:
+                        for w in range(2):
+                            k = k_smem.at[w, :, columns(me)]
+                            plgpu.wgmma(ref, ds_smem.at[buffer, w].T, k)
+                    else:
+                        plgpu.wgmma(ref, ds_smem.at[buffer, me].T, k_smem.at[me])
+
+                def add_dq(me, dq, owner):
+                    factor, q_tile, head = owner
+                    dq = multiply_to_int32(dq, lax.broadcast_in_dim(factor, dq.shape, [0]))
                     target = dq_ref.at[pl.ds(q_tile * ROWS, ROWS), head, columns(me)]
                     if interpret:  # which has no reductions
                         target[...] += dq
@@ -162,19 +182,12 @@ def backward(
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(dq_smem.at[me], target, reduction_op="add")
 
-                def columns(me):
-                    return pl.ds(me * dq_columns, dq_columns) if by_columns else pl.ds(0, dim)
-
-                def dq_parts(me, buffer):
-                    """What this warpgroup multiplies for its share of dq = dS @ K."""
-                    if not by_columns:
-                        return [(ds_smem.at[buffer, me], k_smem.at[me])]
-                    return [(ds_smem.at[buffer, w], k_smem.at[w, :, columns(me)]) for w in range(2)]
-
-                def visit(dk_ref, dv_ref, masked, head, j, step):
-                    """One query tile of one head."""
-                    slot, buffer = lax.rem(step, stages), lax.rem(step, 2)
-                    me = lax.optimization_barrier(wg) if config.opaque else wg
+                def visit(dk_ref, dv_ref, masked, head, j, carry):
+                    """One query tile of one head, and dq of the tile before it."""
+                    step, owner = carry
+                    slot = lax.rem(step, stages)
+                    buffer, before = lax.rem(step, _DS_BUFFERS), lax.rem(step + 2, _DS_BUFFERS)
+                    me = lax.optimization_barrier(wg)  # keeps addresses out of the loop's registers
                     q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
 
                     def scores(s_ref, dp_ref):
@@ -183,8 +196,8 @@ def backward(
                         plgpu.barrier_wait(do_full.at[slot])
                         plgpu.wgmma(dp_ref, v_smem.at[me], do_tile.T)
                         s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                        # dK of the step before is finished too, so its queries may go.
-                        plgpu.barrier_arrive(q_empty.at[lax.rem(step + stages - 1, stages)])
+                        # The products of the step before are finished too, so its tiles may go.
+                        plgpu.barrier_arrive(empty.at[lax.rem(step + stages - 1, stages)])
                         p = weights(s, slot, masked)
                         dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                         ds = p * (dp - stat(slot, 1))
@@ -193,6 +206,11 @@ def backward(
                     p, ds = pl.run_scoped(scores, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
 
                     def products(dq_ref):
+                        # In the first step of a unit this multiplies whatever is there, for nobody.
+                        pl.when(step > first_step)(
+                            lambda: plgpu.barrier_wait(ds_full.at[before])
+                        )
+                        multiply_dq(me, dq_ref, before)
                         if interpret:  # where left operands are in shared memory
                             p_smem.at[me][...] = p
                             plgpu.commit_smem()
@@ -200,33 +218,40 @@ def backward(
                         ds_smem.at[buffer, me][...] = ds
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(ds_full.at[buffer])
-                        plgpu.barrier_wait(ds_full.at[buffer])
-                        for part, k in dq_parts(me, buffer):
-                            plgpu.wgmma(dq_ref, part.T, k)
-                        plgpu.wgmma(dk_ref, ds_smem.at[buffer, me] if config.ds_from_smem else ds, q_tile)
-                        dq = plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
-                        add_dq(me, dq, slot, lax.div(tiles_ref[begin + j], 2), kv_head * group + head)
-                        plgpu.barrier_arrive(do_empty.at[slot])
+                        plgpu.wgmma(dk_ref, ds_smem.at[buffer, me], q_tile)
+                        add_dq(me, plgpu.wgmma_accumulator_load(dq_ref, wait_n=2), owner)
+                        return plgpu.load(stats_smem.at[slot, 2], layout=ROW, optimized=False)
 
-                    pl.run_scoped(products, plgpu.ACC((ROWS, dq_columns), jnp.float32))
-                    return step + 1
+                    factor = pl.run_scoped(products, plgpu.ACC((ROWS, dq_columns), jnp.float32))
+                    owner = factor, lax.div(tiles_ref[begin + j], 2), kv_head * group + head
+                    return step + 1, owner
 
                 def run_heads(dk_ref, dv_ref):
-                    def run_head(head, step):
-                        def over(begin, end, masked, step):
+                    def run_head(head, carry):
+                        def over(begin, end, masked, carry):
                             return lax.fori_loop(
                                 begin, end,
-                                lambda j, t: visit(dk_ref, dv_ref, masked, head, j, t), step,
+                                lambda j, c: visit(dk_ref, dv_ref, masked, head, j, c), carry,
                             )  # fmt: skip
 
-                        step = over(0, num_masked, True, step)
-                        return over(num_masked, count, False, step)
+                        carry = over(0, num_masked, True, carry)
+                        return over(num_masked, count, False, carry)
 
-                    end = lax.fori_loop(0, group, run_head, step)
-                    dk, dv = plgpu.wgmma_accumulator_load(dk_ref, wait_n=0), plgpu.wgmma_accumulator_load(dv_ref, wait_n=0)
+                    owner = full((ROWS,), 0.0, ROW), jnp.int32(num_rows // ROWS), kv_head * group
+                    end, owner = lax.fori_loop(0, group, run_head, (first_step, owner))
+                    last = lax.rem(end + 2, _DS_BUFFERS)
+                    plgpu.barrier_wait(ds_full.at[last])
+
+                    def last_dq(ref):
+                        multiply_dq(wg, ref, last)
+                        return plgpu.wgmma_accumulator_load(ref, wait_n=0)
+
+                    dq = pl.run_scoped(last_dq, plgpu.ACC((ROWS, dq_columns), jnp.float32))
+                    add_dq(wg, dq, owner)
                     plgpu.barrier_arrive(kv_empty)
-                    dk_out.at[rows, kv_head][...] = dk * scale
-                    dv_out.at[rows, kv_head][...] = dv
+                    for ref, out, factor in ((dk_ref, dk_out, scale), (dv_ref, dv_out, 1.0)):
+                        grad = plgpu.wgmma_accumulator_load(ref, wait_n=0)
+                        out.at[rows, kv_head][...] = grad * factor
                     return end
 
                 return pl.run_scoped(run_heads, *[plgpu.ACC((ROWS, dim), jnp.float32)] * 2)
@@ -251,9 +276,9 @@ def backward(
                     slot = lax.rem(step, stages)
                     q_tile = lax.div(tiles_ref[begin + j], 2)
                     rows = pl.ds(q_tile * ROWS, ROWS)
-                    # Consumers release the queries of a step in the next one, and in step 0 those of
+                    # Consumers release the tiles of a step in the next one, and in step 0 those of
                     # a step -1.
-                    pl.when(step >= stages - 1)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
+                    pl.when(step >= stages - 1)(lambda: plgpu.barrier_wait(empty.at[slot]))
                     plgpu.copy_gmem_to_smem(q_ref.at[rows, head], q_smem.at[slot], q_full.at[slot])
                     plgpu.copy_gmem_to_smem(
                         stats_ref.at[head, q_tile], stats_smem.at[slot], q_full.at[slot]
@@ -265,7 +290,6 @@ def backward(
                             spans_ref.at[q_tile], spans_smem.at[slot], spans_full.at[slot]
                         )
 
-                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(do_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(
                         do_ref.at[rows, head], do_smem.at[slot], do_full.at[slot]
                     )
@@ -280,14 +304,10 @@ def backward(
             steps = lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
             if interpret:  # which wants every arrival observed
 
-                def drain_q(j, _):
-                    plgpu.barrier_wait(q_empty.at[lax.rem(j, stages)])
+                def drain(j, _):
+                    plgpu.barrier_wait(empty.at[lax.rem(j, stages)])
 
-                def drain_do(j, _):
-                    plgpu.barrier_wait(do_empty.at[lax.rem(j, stages)])
-
-                lax.fori_loop(jnp.maximum(steps, stages - 1), steps + stages - 1, drain_q, None)
-                lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain_do, None)
+                lax.fori_loop(jnp.maximum(steps, stages - 1), steps + stages - 1, drain, None)
                 pl.when(rounds > 0)(lambda: plgpu.barrier_wait(kv_empty))
 
     launch = plgpu.kernel(
@@ -300,31 +320,74 @@ def backward(
             do_smem=plgpu.SMEM((stages, ROWS, dim), dtype, transforms=TILED),
             stats_smem=plgpu.SMEM((stages, 3, ROWS), jnp.float32),
             spans_smem=plgpu.SMEM((stages, 2, ROWS), jnp.int32),
-            ds_smem=plgpu.SMEM((2, 2, ROWS, ROWS), dtype, transforms=TILED),
+            ds_smem=plgpu.SMEM((_DS_BUFFERS, 2, ROWS, ROWS), dtype, transforms=TILED),
             dq_smem=plgpu.SMEM((2, ROWS, dq_columns), jnp.int32, transforms=_TILED_32),
             p_smem=plgpu.SMEM((2, ROWS, ROWS), dtype, transforms=TILED) if interpret else None,
             kv_full=plgpu.Barrier(num_arrivals=4),
             kv_empty=plgpu.Barrier(num_arrivals=2),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            q_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             do_full=plgpu.Barrier(num_barriers=stages),
-            do_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             spans_full=plgpu.Barrier(num_barriers=stages),
-            ds_full=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            ds_full=plgpu.Barrier(num_arrivals=2, num_barriers=_DS_BUFFERS),
         ),
         grid=(num_ctas,),
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0,
+            unsafe_no_auto_barriers=config.no_auto_barriers),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
     dq, dk, dv = (
         jax.new_ref(jnp.zeros(shape, dt))
-        for shape, dt in ((q.shape, jnp.int32), (k.shape, jnp.float32), (v.shape, jnp.float32))
+        for shape, dt in (((num_rows + ROWS, *q.shape[1:]), jnp.int32), (k.shape, jnp.float32), (v.shape, jnp.float32))
     )
     launch(q, k, v, dout, stats, spans, mask.kv_index, *schedule, dq, dk, dv)
-    return dq[...] * quantum.T[..., None], dk[...], dv[...]
+    return dq[:num_rows] * quantum.T[..., None], dk[...], dv[...]
+
+
+def _multiply_to_int32(x, factor):
+    """x * factor as int32, for products below 2**30 in absolute value, on the FMA pipe.
+
+    The conversion instruction shares a slow unit with exp2. Here the product is rounded to a
+    multiple of 512 by adding a number of 2**32 to 2**33, where floats are 512 apart, and the rest
+    to an integer by adding one of 2**23 to 2**24. The bits of the two sums, the former shifted by
+    9, add up to the result: the bits of the two numbers themselves cancel in 32 bits.
+    """
+    fine = 1.5 * 2**23
+    coarse = float(2**32 + ((-0x4B400000) & 0xFFFFFFFF))  # 0x4B400000 are the bits of `fine`
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACC, ACC), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=ACC)
+    )
+    def multiply(ctx, x, factor):
+        del ctx
+
+        def one(x, factor):
+            def constant(value):
+                value = ir.FloatAttr.get(ir.F32Type.get(), value)
+                if isinstance(x.type, ir.VectorType):
+                    value = ir.DenseElementsAttr.get_splat(x.type, value)
+                return arith.constant(x.type, value)
+
+            def bits(y):
+                i32 = ir.IntegerType.get_signless(32)
+                if isinstance(y.type, ir.VectorType):
+                    i32 = ir.VectorType.get(y.type.shape, i32)
+                return arith.bitcast(i32, y)
+
+            high = math.fma(x, factor, constant(coarse))
+            low = math.fma(x, factor, arith.subf(constant(fine + coarse), high))
+            high, low = bits(high), bits(low)
+            nine = arith.constant(ir.IntegerType.get_signless(32), 9)
+            if isinstance(high.type, ir.VectorType):
+                nine = vector.broadcast(high.type, nine)
+            return arith.addi(arith.shli(high, nine), low)
+
+        return x._pointwise(one, factor, output_is_signed=True)
+
+    return multiply(x, factor)
 
 
 def _quantum(k, v, dout, delta, scale: float) -> jax.Array:
@@ -332,7 +395,7 @@ def _quantum(k, v, dout, delta, scale: float) -> jax.Array:
 
     A row of dq is scale * sum_j ds_j k_j with ds_j = p_j (dout . v_j - delta), p_j >= 0 and
     sum_j p_j <= 1. So every partial sum of it stays below
-    scale * max|k| * (|dout| max|v_j| + |delta|), which is made to fit 31 bits with room for the
+    scale * max|k| * (|dout| max|v_j| + |delta|), which is made to fit 30 bits with room for the
     rounding of p, ds and the products to 16 bits. Values that are not finite make the quantum, and
     with it the row, not finite.
     """
@@ -340,4 +403,4 @@ def _quantum(k, v, dout, delta, scale: float) -> jax.Array:
     largest = jnp.abs(k.astype(jnp.float32)).max((0, 2))
     norms, largest = (jnp.repeat(x, dout.shape[1] // k.shape[1])[:, None] for x in (norms, largest))
     dout_norm = jnp.sqrt(jnp.sum(jnp.square(dout.astype(jnp.float32)), axis=2)).T
-    return (scale * 1.05 / 2**31) * largest * (dout_norm * norms + jnp.abs(delta))
+    return (scale * 1.05 / 2**30) * largest * (dout_norm * norms + jnp.abs(delta))

@@ -20,9 +20,10 @@ TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # 16-bit 
 def unit_plan(cta, num_ctas: int, num_live, per_row: int, num_sections: int, order_ref):
     """Deals (row tile, part) units to persistent thread blocks.
 
-    Units run section by section (a section is a kv head, whose keys and values stay in L2), inside
-    a section from the longest row of tiles to the shortest. Rounds go back and forth over the
-    blocks: the one that got the longest unit of a round gets the shortest of the next.
+    Units run section by section (a section is a kv head, whose tiles stay in L2), inside a section
+    from the longest row of tiles to the shortest. The blocks get them in rounds that go back and
+    forth, so that the one with the longest unit of a round has the shortest of the next; every
+    other section begins from the other end. Sections smaller than a round are dealt together.
 
     Args:
       cta: index of this thread block.
@@ -35,22 +36,37 @@ def unit_plan(cta, num_ctas: int, num_live, per_row: int, num_sections: int, ord
     Returns:
       How many units this block runs, and a function from r to the r-th (section, row tile, part).
     """
-    units_per_section = jnp.maximum(num_live * per_row, 1)
-    num_units = num_live * (per_row * num_sections)
+    size = num_live * per_row
+    together = size < num_ctas
+    whole, left = divide(lax.select(together, size * num_sections, size), num_ctas)
+    sections = lax.select(together, 1, num_sections)
 
-    def place_in_round(r):
-        return lax.select(lax.rem(r, 2) == 0, cta, num_ctas - 1 - cta)
+    def place(round_, section):
+        return lax.select(lax.rem(round_ + section, 2) == 0, cta, num_ctas - 1 - cta)
 
-    whole_rounds = lax.div(num_units, num_ctas)
-    leftover = lax.rem(num_units, num_ctas)
-    rounds = whole_rounds + (place_in_round(whole_rounds) < leftover).astype(jnp.int32)
+    # How many units of an even section, and of an even and an odd one, are this block's.
+    even, odd = (whole + (place(whole, i) < left).astype(jnp.int32) for i in range(2))
+    both = jnp.maximum(even + odd, 1)
+    pairs, single = divide(sections, 2)
+    rounds = pairs * (even + odd) + single * even
 
     def unit_at(r):
-        unit = r * num_ctas + place_in_round(r)
-        section, rest = lax.div(unit, units_per_section), lax.rem(unit, units_per_section)
-        return section, order_ref[lax.div(rest, per_row)], lax.rem(rest, per_row)
+        pair, round_ = divide(r, both)
+        is_odd = (round_ >= even).astype(jnp.int32)
+        section, round_ = 2 * pair + is_odd, round_ - is_odd * even
+        unit = round_ * num_ctas + place(round_, section)
+        mixed_unit, mixed_section = divide(unit, num_sections)
+        unit = lax.select(together, mixed_unit, unit)
+        row, part = divide(unit, per_row)
+        return lax.select(together, mixed_section, section), order_ref[row], part
 
     return rounds, unit_at
+
+
+def divide(a, b):
+    """Quotient and remainder of non-negative integers."""
+    a, b = jnp.int32(a), jnp.int32(b)
+    return lax.div(a, b), lax.rem(a, b)
 
 
 def stride_loop(first, end, stride: int, body) -> None:
