@@ -331,10 +331,12 @@ class _Rank:
             jnp.concatenate([lax.dynamic_slice_in_dim(x, first, size) for x in kv], axis=1)
             for first in self._sent_rows(index, rounds)
         ]
-        arrivals = transfer(payloads, rounds, self.shape, self.axes, self._sources(index))
+        arrivals = [*transfer(payloads, rounds, self.shape, self.axes, self._sources(index))]
         missing = self.plan.recv_block.shape[1] - len(rounds)
-        heads, dim = 2 * kv[0].shape[1], kv[0].shape[2]
-        return jnp.concatenate([*arrivals, jnp.zeros((missing * size, heads, dim), kv[0].dtype)])
+        if missing:  # arrays of no rows make XLA's partitioner crash inside a scan
+            heads, dim = 2 * kv[0].shape[1], kv[0].shape[2]
+            arrivals.append(jnp.zeros((missing * size, heads, dim), kv[0].dtype))
+        return jnp.concatenate(arrivals)
 
     def push(self, parts: jax.Array, index, rounds) -> Sequence[jax.Array] | jax.Array:
         """Sends partial sums back to the owners of a stage's blocks; returns what comes here."""

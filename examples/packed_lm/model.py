@@ -43,6 +43,17 @@ class ModelConfig:
     remat: bool = False
     layout: str = "caller"
 
+    @property
+    def dispatch_bytes(self) -> int:
+        """Bytes that a training step moves for each token that changes rank."""
+        if self.layout == "plan":
+            return 4 * 4  # token, target, position and weight; none has a gradient
+        # Queries, keys and values to the plan's layout and the output back; so do their gradients.
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        passes = 3 if self.remat else 2
+        itemsize = jnp.dtype(self.dtype).itemsize
+        return passes * self.num_layers * heads * self.head_dim * itemsize
+
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and SwiGLU."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from fcp_jax import Plan
 from fcp_jax.plotting import plot_plan
+from packed_lm.model import ModelConfig
 from packed_lm.training import StepRecord, Trainer
 
 
@@ -46,6 +47,16 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
 
 
+def dispatch_bytes(plan: Plan, model: ModelConfig) -> dict[str, int]:
+    """Counts what the busiest rank sends or receives for each layout in a step, by layout."""
+    assert plan.stats is not None and plan.config is not None
+    heads = plan.config.num_q_heads + 2 * plan.config.num_kv_heads
+    token = plan.config.kv_bytes_per_token * heads // (2 * plan.config.num_kv_heads)
+    tokens = plan.stats.reshuffle_bytes_max // token
+    layouts = (dataclasses.replace(model, layout=layout) for layout in ("caller", "plan"))
+    return {each.layout: tokens * each.dispatch_bytes for each in layouts}
+
+
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     """Returns the largest relative difference of two loss curves."""
     a, b = np.array(losses), np.array(reference)
@@ -68,6 +79,7 @@ def write(directory: Path, trainer: Trainer, runs: dict[str, list[StepRecord]]) 
     shown = max(steps, key=lambda step: sum(map(len, trainer.corpus.batch(step).segments)))
     _, plan = trainer.plan(shown)
     assert plan.stats is not None
+    moved = dispatch_bytes(plan, trainer.model.config)
     losses = [record.loss for record in records]
     steady = [record for record in records if not record.compiled] or records
     metrics = {
@@ -85,6 +97,8 @@ def write(directory: Path, trainer: Trainer, runs: dict[str, list[StepRecord]]) 
             other: largest_difference([record.loss for record in compared], losses)
             for other, compared in others
         },
+        "layout": trainer.model.config.layout,
+        "dispatch_bytes_of_layout": moved,
         "plan_of_step": shown,
         "plan": dataclasses.asdict(plan.stats),
         "runs": {run: [dataclasses.asdict(r) for r in rows] for run, rows in runs.items()},
@@ -96,6 +110,10 @@ def write(directory: Path, trainer: Trainer, runs: dict[str, list[StepRecord]]) 
         f"{metrics['tokens_per_second']:,.0f} tokens/s, step compiled "
         f"{trainer.num_traces} time(s), widest segment of every batch on at least "
         f"{metrics['fewest_ranks_of_widest_segment']} ranks"
+    )
+    print(
+        f"layout {trainer.model.config.layout!r}; to change it and back, the busiest rank moves "
+        f"{moved['caller']:,} bytes in a step of layout 'caller', {moved['plan']:,} of 'plan'"
     )
     for other, compared in others:
         print(

@@ -1,6 +1,7 @@
 """The training example: packing, parity with one device, layouts, transports, resume."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from packed_lm.data import PackedCorpus, make_batch, pack, standard_library
 from packed_lm.model import Decoder, ModelConfig, next_token_loss
+from packed_lm.report import dispatch_bytes
 from packed_lm.training import TrainConfig, Trainer, ranks_per_segment
 from train_packed_lm import PRESETS
 
@@ -130,6 +132,44 @@ def test_layouts_and_transports_train_alike(corpus, straight, variant):
     assert (len(shapes) > 1) == (variant.get("transport") == "static")
 
 
+def dispatched(jaxpr, times=1):
+    """Bytes a row of everything that dispatches and undispatches in a program move."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.params.get("name") == "_run":
+            moved = eqn.invars[: len(eqn.outvars)]
+            total += times * sum(math.prod(x.aval.shape[2:]) * x.aval.dtype.itemsize for x in moved)
+            continue
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                inner = getattr(inner, "jaxpr", inner)
+                total += dispatched(inner, times * eqn.params.get("length", 1))
+    return total
+
+
+def is_jaxpr(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+@pytest.mark.parametrize("layout", ["caller", "plan"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_step_moves_the_bytes_that_are_reported(corpus, layout, remat):
+    trainer = trainer_for(corpus, layout=layout, remat=remat, num_layers=3)
+    batch, plan = trainer.plan(0)
+    graph, state = nnx.split(trainer.model)
+
+    def loss(state):
+        return next_token_loss(nnx.merge(graph, state), batch.arrays, plan)
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(state)
+    config = trainer.model.config
+    assert dispatched(jaxpr.jaxpr) == config.dispatch_bytes
+    moved = dispatch_bytes(plan, config)
+    tokens = moved[layout] // config.dispatch_bytes
+    assert 0 < tokens <= plan.shape.plan_rows_per_rank
+    assert moved["plan"] == 16 * tokens < 0.1 * moved["caller"]
+
+
 def test_resuming_continues_bit_for_bit(corpus, straight, checkpoints):
     records, state, _ = straight
     resumed = trainer_for(corpus)
@@ -194,6 +234,8 @@ def test_demo_leaves_numbers_and_pictures(tmp_path):
     assert metrics["largest_difference"]["one device"] < 1e-4
     assert metrics["fewest_ranks_of_widest_segment"] >= 3
     assert len(metrics["runs"]) == 2
+    moved = metrics["dispatch_bytes_of_layout"]
+    assert 0 < moved["plan"] < moved["caller"] and metrics["layout"] == "caller"
     for words in ("compute imbalance", "max degree", "tokens/s", "largest relative difference"):
         assert words in printed
     for picture in ("plan.png", "loss.png"):
