@@ -251,15 +251,16 @@ def _rank_forward(q, k, v, plan: Plan, *, call: _Call):
 def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
     """One rank's program; operands are [1, S*B, heads, ...]."""
     rank = _Rank(call, plan)
-    # Else XLA finds that forward pulls the same blocks, and keeps those of stage 0 until now.
-    k, v, dout = lax.optimization_barrier((k, v, dout))
     q, k, v = q[0], k[0], v[0]
     kv = k, v
     own = (dout[0], lse[0].T, delta[0].T)
+    # Stage 0, but not before delta is known. Keys and values alone would let its pull start during
+    # forward, which pulls the same blocks: XLA would keep those, or mix up transfers on CPUs.
+    first = jnp.minimum(jnp.isnan(delta[0, 0, 0]).astype(jnp.int32), 0)
 
     def local(rounds):
         operands = k, v, *own, rank.own_mask, rank.own_work
-        following = rank.pull(kv, 0, rounds)
+        following = rank.pull(kv, first, rounds)
         dkv = jnp.concatenate(block_attention_grad_kv(q, *operands, **rank.options), axis=1)
         following, dkv, later_q = lax.optimization_barrier((following, dkv, q))
         return following, (block_attention_grad_q(later_q, *operands, **rank.options), dkv)
