@@ -178,9 +178,12 @@ class Ranks:
         pulled_by = len(ranks) - np.searchsorted(np.sort(seen[ranks]), first, side="right")
         np.add.at(self.sent, rank_of, pulled_by - 1)
 
-    def take_slots(self, rank: int, unit: Unit, cost: int) -> None:
-        """Puts a unit into free slots of a rank."""
+    def put(self, rank: int, unit: Unit) -> None:
+        """Puts a unit into slots that are reserved for it or its like."""
         self._slots[rank] += [(self._segment, slot) for slot in unit]
+
+    def reserve(self, rank: int, unit: Unit, cost: int) -> None:
+        """Keeps free slots of a rank for a unit."""
         self.load[rank] += cost / self.speeds[rank]
         self.free[rank] -= len(unit)
         self.room[rank] -= len(unit) * self.block_size
@@ -318,13 +321,13 @@ def _fill(
             first = first // size * size
         if good.any():
             rank = first + int(np.argmin(np.where(good, finish, np.inf)))
-            ranks.take_slots(rank, unit, unit_cost)
+            ranks.reserve(rank, unit, unit_cost)
             taken.append((rank, unit))
         elif _may_halve(ranks, unit, cuts, pending, later):
             pending += [(half, cuts + (len(unit) == 1)) for half in _halves(unit)]
         elif able.any():
             rank = first + int(np.argmin(np.where(able, finish, np.inf)))
-            ranks.take_slots(rank, unit, unit_cost)
+            ranks.reserve(rank, unit, unit_cost)
             taken.append((rank, unit))
         elif len(unit) == 2:
             pending += [([slot], cuts) for slot in unit]
@@ -332,7 +335,28 @@ def _fill(
             for part in unit[0]:
                 ranks.pour(part)
     if taken:
+        taken = _neighbors(ranks, taken)
+        for rank, unit in taken:
+            ranks.put(rank, unit)
         ranks.add_traffic(taken)
+
+
+def _neighbors(ranks: Ranks, taken: list[tuple[int, Unit]]) -> list[tuple[int, Unit]]:
+    """Trades units that compute the same, so that each rank has neighbors.
+
+    A rank pulls what stands before its last block: neighbors of a zigzag order need less of it.
+    The rank that has received least, compared with what it sent, takes the outermost units.
+    """
+    result = []
+    kinds: dict[tuple[int, int], list[tuple[int, Unit]]] = {}
+    for rank, unit in taken:
+        tokens = sum(length for slot in unit for _, length in slot)
+        kinds.setdefault((len(unit), tokens.bit_length()), []).append((rank, unit))
+    for members in kinds.values():
+        units = sorted((unit for _, unit in members), key=lambda unit: -unit[-1][-1][0])
+        order = sorted((int(ranks.received[rank] - ranks.sent[rank]), rank) for rank, _ in members)
+        result += [(rank, unit) for (_, rank), unit in zip(order, units, strict=True)]
+    return result
 
 
 def zigzag_pairs(run: Run, count: int) -> list[Unit]:

@@ -18,7 +18,7 @@ from fcp_jax.config import PlanConfig
 from fcp_jax.rounds import Round
 from fcp_jax.stats import PlanStats
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Table = Any
 """np.ndarray on host, jax.Array under jit."""

@@ -76,3 +76,13 @@ def test_work_follows_the_speed_of_ranks():
     work = np.bincount(rank, weights=query_costs(blocks, segments, True), minlength=4)
     finish = work / speeds
     assert finish.max() <= 1.1 * work.sum() / speeds.sum()
+
+
+def test_a_rank_holds_neighbors_of_the_zigzag_order():
+    """32 blocks on 4 ranks: rank i holds blocks 4i..4i+3 and their mirror images, in some order."""
+    segments = Segments.from_seqlens(np.array([32 * 64]))
+    blocks, rank = place_windows(segments, 4, 64, 10, True, np.ones(4))
+    place = blocks.start // 64
+    outer = np.minimum(place, 31 - place) // 4
+    for one in range(4):
+        assert len(np.unique(outer[rank[blocks.block] == one])) == 1
