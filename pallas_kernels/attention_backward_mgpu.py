@@ -37,9 +37,7 @@ from pallas_kernels.mgpu_common import (
 from pallas_kernels.tile_schedule import TileSchedule
 from pallas_kernels.work_list import TokenMask
 
-# A warpgroup writes dS of step t once its peer has arrived with step t - 1, and so has finished dq of
-# step t - 3, which the buffer held.
-_DS_BUFFERS = 3
+_DS_BUFFERS = 2
 _TILED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
@@ -81,16 +79,14 @@ def backward(
     num_kv_rows, num_kv_heads, _ = k.shape
     group, dtype, stages = num_q_heads // num_kv_heads, q.dtype, config.stages
     num_ctas = max(1, min(num_ctas, num_kv_rows // (2 * ROWS) * num_kv_heads))
-    by_columns = dim >= 128 or interpret  # how the two warpgroups share dq: columns of it, or kv rows
-    dq_columns = dim // 2 if by_columns else dim
     log2_scale = scale * LOG2_E
 
-    # Per query row and head: lse in base 2 (a row that saw nothing gets weight 0), delta, 1/quantum.
+    # What S and dP of a query row begin with (a row that saw nothing gets weight 0), 1 / quantum.
     quantum = _quantum(k, v, dout, delta, scale)
     stats = jnp.stack(
         [
-            jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E),
-            delta,
+            jnp.where(jnp.isneginf(lse), -jnp.inf, lse * (-1 / scale)),
+            -delta,
             jnp.where(quantum > 0, scale / quantum, 0.0),
         ],
         axis=1,
@@ -110,14 +106,19 @@ def backward(
         q_ref, k_ref, v_ref, do_ref, stats_ref, spans_ref, index_ref, order_ref, num_live_ref,
         starts_ref, num_masked_ref, num_half_ref, tiles_ref, dq_ref, dk_out, dv_out, k_smem, v_smem,
         q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, p_smem, kv_full, kv_empty, q_full,
-        do_full, empty, spans_full, ds_full,
+        do_full, empty, spans_full, ds_full, ds_empty,
     ):  # fmt: skip
         del num_half_ref
         cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
 
-        def multiply_to_int32(x, factor):
-            return (x * factor).astype(jnp.int32) if interpret else _multiply_to_int32(x, factor)
+        def begin_at(ref, start):
+            if not interpret:  # which adds it at the end instead
+                ref[...] = start
+
+        def result(ref, start, wait_n):
+            value = plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
+            return value + start if interpret else value
 
         def plan():
             rounds, unit = unit_plan(cta, num_ctas, num_live_ref[0], 1, num_kv_heads, order_ref)
@@ -156,110 +157,124 @@ def backward(
                         place = lax.broadcast_in_dim(index, s.shape, [0])
                         seen = (place - lo).astype(jnp.uint32) <= width.astype(jnp.uint32)
                         s = jnp.where(seen, s, -jnp.inf)
-                    return jnp.exp2(s * log2_scale - stat(slot, 0))
+                    return jnp.exp2(s * log2_scale)
 
-                def columns(me):
-                    return pl.ds(me * dq_columns, dq_columns) if by_columns else pl.ds(0, dim)
-
-                def multiply_dq(me, ref, buffer):
-                    """This warpgroup's share of dq = dS @ K."""
-                    if by_columns:
-                        for w in range(2):
-                            k = k_smem.at[w, :, columns(me)]
-                            plgpu.wgmma(ref, ds_smem.at[buffer, w].T, k)
-                    else:
-                        plgpu.wgmma(ref, ds_smem.at[buffer, me].T, k_smem.at[me])
-
-                def add_dq(me, dq, owner):
-                    factor, q_tile, head = owner
-                    dq = multiply_to_int32(dq, lax.broadcast_in_dim(factor, dq.shape, [0]))
-                    target = dq_ref.at[pl.ds(q_tile * ROWS, ROWS), head, columns(me)]
-                    if interpret:  # which has no reductions
-                        target[...] += dq
-                        return
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    dq_smem.at[me][...] = dq
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(dq_smem.at[me], target, reduction_op="add")
-
-                def visit(dk_ref, dv_ref, masked, head, j, carry):
-                    """One query tile of one head, and dq of the tile before it."""
-                    step, owner = carry
-                    slot = lax.rem(step, stages)
-                    buffer, before = lax.rem(step, _DS_BUFFERS), lax.rem(step + 2, _DS_BUFFERS)
+                def visit(dk_ref, dv_ref, masked, step):
+                    """One query tile of one head."""
+                    slot, buffer = lax.rem(step, stages), lax.rem(step, _DS_BUFFERS)
                     me = lax.optimization_barrier(wg)  # keeps addresses out of the loop's registers
                     q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
 
-                    def scores(s_ref, dp_ref):
+                    def scores(ref):
                         plgpu.barrier_wait(q_full.at[slot])
-                        plgpu.wgmma(s_ref, k_smem.at[me], q_tile.T)
-                        plgpu.barrier_wait(do_full.at[slot])
-                        plgpu.wgmma(dp_ref, v_smem.at[me], do_tile.T)
-                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                        minus_lse = stat(slot, 0)
+                        begin_at(ref, minus_lse)
+                        plgpu.wgmma(ref, k_smem.at[me], q_tile.T)
+                        s = result(ref, minus_lse, wait_n=0)
                         # The products of the step before are finished too, so its tiles may go.
                         plgpu.barrier_arrive(empty.at[lax.rem(step + stages - 1, stages)])
-                        p = weights(s, slot, masked)
-                        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-                        ds = p * (dp - stat(slot, 1))
-                        return p.astype(dtype), ds.astype(dtype)
+                        return weights(s, slot, masked)
 
-                    p, ds = pl.run_scoped(scores, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
+                    p = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), jnp.float32))
+                    p_smem.at[me][...] = p.astype(dtype)
+                    plgpu.commit_smem()
 
-                    def products(dq_ref):
-                        # In the first step of a unit this multiplies whatever is there, for nobody.
-                        pl.when(step > first_step)(
-                            lambda: plgpu.barrier_wait(ds_full.at[before])
-                        )
-                        multiply_dq(me, dq_ref, before)
-                        if interpret:  # where left operands are in shared memory
-                            p_smem.at[me][...] = p
-                            plgpu.commit_smem()
-                        plgpu.wgmma(dv_ref, p_smem.at[me] if interpret else p, do_tile)
-                        ds_smem.at[buffer, me][...] = ds
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(ds_full.at[buffer])
-                        plgpu.wgmma(dk_ref, ds_smem.at[buffer, me], q_tile)
-                        add_dq(me, plgpu.wgmma_accumulator_load(dq_ref, wait_n=2), owner)
-                        return plgpu.load(stats_smem.at[slot, 2], layout=ROW, optimized=False)
+                    def gradient(ref):
+                        plgpu.barrier_wait(do_full.at[slot])
+                        minus_delta = stat(slot, 1)
+                        begin_at(ref, minus_delta)
+                        plgpu.wgmma(ref, v_smem.at[me], do_tile.T)
+                        plgpu.wgmma(dv_ref, p_smem.at[me], do_tile)
+                        return (p * result(ref, minus_delta, wait_n=1)).astype(dtype)
 
-                    factor = pl.run_scoped(products, plgpu.ACC((ROWS, dq_columns), jnp.float32))
-                    owner = factor, lax.div(tiles_ref[begin + j], 2), kv_head * group + head
-                    return step + 1, owner
+                    ds = pl.run_scoped(gradient, plgpu.ACC((ROWS, ROWS), jnp.float32))
+                    plgpu.barrier_wait(ds_empty.at[buffer])
+                    ds_smem.at[buffer, me][...] = ds
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(ds_full.at[buffer])
+                    plgpu.wgmma(dk_ref, ds_smem.at[buffer, me], q_tile)
+                    return step + 1
 
                 def run_heads(dk_ref, dv_ref):
-                    def run_head(head, carry):
-                        def over(begin, end, masked, carry):
-                            return lax.fori_loop(
+                    def run_head(_, step):
+                        for begin, end, masked in ((0, num_masked, True), (num_masked, count, False)):
+                            step = lax.fori_loop(
                                 begin, end,
-                                lambda j, c: visit(dk_ref, dv_ref, masked, head, j, c), carry,
+                                lambda _, t, masked=masked: visit(dk_ref, dv_ref, masked, t), step,
                             )  # fmt: skip
+                        return step
 
-                        carry = over(0, num_masked, True, carry)
-                        return over(num_masked, count, False, carry)
-
-                    owner = full((ROWS,), 0.0, ROW), jnp.int32(num_rows // ROWS), kv_head * group
-                    end, owner = lax.fori_loop(0, group, run_head, (first_step, owner))
-                    last = lax.rem(end + 2, _DS_BUFFERS)
-                    plgpu.barrier_wait(ds_full.at[last])
-
-                    def last_dq(ref):
-                        multiply_dq(wg, ref, last)
-                        return plgpu.wgmma_accumulator_load(ref, wait_n=0)
-
-                    dq = pl.run_scoped(last_dq, plgpu.ACC((ROWS, dq_columns), jnp.float32))
-                    add_dq(wg, dq, owner)
+                    end = lax.fori_loop(0, group, run_head, first_step)
+                    dk, dv = (plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_ref, dv_ref))
                     plgpu.barrier_arrive(kv_empty)
-                    for ref, out, factor in ((dk_ref, dk_out, scale), (dv_ref, dv_out, 1.0)):
-                        grad = plgpu.wgmma_accumulator_load(ref, wait_n=0)
-                        out.at[rows, kv_head][...] = grad * factor
+                    dk_out.at[rows, kv_head][...] = dk * scale
+                    dv_out.at[rows, kv_head][...] = dv
                     return end
 
                 return pl.run_scoped(run_heads, *[plgpu.ACC((ROWS, dim), jnp.float32)] * 2)
 
+            steps = lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
+            if interpret:  # which wants every arrival observed
+                plgpu.barrier_arrive(empty.at[lax.rem(steps + stages - 1, stages)])
+                for i in range(_DS_BUFFERS):
+                    plgpu.barrier_wait(ds_empty.at[lax.rem(steps + i, _DS_BUFFERS)])
+
+        @pl.when(wg == 2)
+        def _dq():
+            plgpu.set_max_registers(config.dq_registers, action="decrease")
+            rounds, unit_at = plan()
+            num_chunks = dim // ROWS
+            for i in range(_DS_BUFFERS):
+                plgpu.barrier_arrive(ds_empty.at[i])
+            plgpu.barrier_arrive(empty.at[stages - 1])  # as the others do in step 0
+
+            def run_unit(r, step):
+                kv_head, _, begin, count, _ = unit_at(r)
+                plgpu.barrier_wait(kv_full)
+
+                def visit(head, j, step):
+                    """Dq of one query tile and head: dS @ K."""
+                    slot, buffer = lax.rem(step, stages), lax.rem(step, _DS_BUFFERS)
+                    q_rows = pl.ds(lax.div(tiles_ref[begin + j], 2) * ROWS, ROWS)
+                    plgpu.barrier_wait(q_full.at[slot])
+                    factor = plgpu.load(stats_smem.at[slot, 2], layout=ROW, optimized=False)
+                    plgpu.barrier_arrive(empty.at[slot])
+                    plgpu.barrier_wait(ds_full.at[buffer])
+                    for chunk in range(num_chunks):
+                        columns = pl.ds(chunk * ROWS, ROWS)
+
+                        def product(ref, columns=columns):
+                            for w in range(2):
+                                k = k_smem.at[w, :, columns]
+                                plgpu.wgmma(ref, ds_smem.at[buffer, w].T, k)
+                            return plgpu.wgmma_accumulator_load(ref, wait_n=0)
+
+                        dq = pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), jnp.float32))
+                        if chunk == num_chunks - 1:
+                            plgpu.barrier_arrive(ds_empty.at[buffer])
+                        factors = lax.broadcast_in_dim(factor, dq.shape, [0])
+                        target = dq_ref.at[q_rows, kv_head * group + head, columns]
+                        if interpret:  # which has no reductions
+                            target[...] += (dq * factors).astype(jnp.int32)
+                            continue
+                        stage = dq_smem.at[lax.rem(step * num_chunks + chunk, 2)]
+                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        stage[...] = _multiply_to_int32(dq, factors)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(stage, target, reduction_op="add")
+                    return step + 1
+
+                def run_head(head, step):
+                    return lax.fori_loop(0, count, lambda j, s: visit(head, j, s), step)
+
+                step = lax.fori_loop(0, group, run_head, step)
+                plgpu.barrier_arrive(kv_empty)
+                return step
+
             lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == 2)
+        @pl.when(wg == 3)
         def _copy():
             plgpu.set_max_registers(config.copy_registers, action="decrease")
             rounds, unit_at = plan()
@@ -305,9 +320,9 @@ def backward(
             if interpret:  # which wants every arrival observed
 
                 def drain(j, _):
-                    plgpu.barrier_wait(empty.at[lax.rem(j, stages)])
+                    plgpu.barrier_wait(empty.at[lax.rem(j + stages - 1, stages)])
 
-                lax.fori_loop(jnp.maximum(steps, stages - 1), steps + stages - 1, drain, None)
+                lax.fori_loop(jnp.maximum(steps - stages + 1, 0), steps + 1, drain, None)
                 pl.when(rounds > 0)(lambda: plgpu.barrier_wait(kv_empty))
 
     launch = plgpu.kernel(
@@ -321,19 +336,20 @@ def backward(
             stats_smem=plgpu.SMEM((stages, 3, ROWS), jnp.float32),
             spans_smem=plgpu.SMEM((stages, 2, ROWS), jnp.int32),
             ds_smem=plgpu.SMEM((_DS_BUFFERS, 2, ROWS, ROWS), dtype, transforms=TILED),
-            dq_smem=plgpu.SMEM((2, ROWS, dq_columns), jnp.int32, transforms=_TILED_32),
-            p_smem=plgpu.SMEM((2, ROWS, ROWS), dtype, transforms=TILED) if interpret else None,
+            dq_smem=plgpu.SMEM((2, ROWS, ROWS), jnp.int32, transforms=_TILED_32),
+            p_smem=plgpu.SMEM((2, ROWS, ROWS), dtype, transforms=TILED),
             kv_full=plgpu.Barrier(num_arrivals=4),
-            kv_empty=plgpu.Barrier(num_arrivals=2),
+            kv_empty=plgpu.Barrier(num_arrivals=3),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             do_full=plgpu.Barrier(num_barriers=stages),
-            empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             spans_full=plgpu.Barrier(num_barriers=stages),
             ds_full=plgpu.Barrier(num_arrivals=2, num_barriers=_DS_BUFFERS),
+            ds_empty=plgpu.Barrier(num_barriers=_DS_BUFFERS),
         ),
         grid=(num_ctas,),
         grid_names=("cta",),
-        num_threads=3,
+        num_threads=4,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0,
             unsafe_no_auto_barriers=config.no_auto_barriers),
