@@ -30,8 +30,7 @@ from pallas_kernels.mgpu_common import (
     ROW,
     ROWS,
     TILED,
-    dot,
-    full,
+    load,
     unit_plan,
 )
 from pallas_kernels.tile_schedule import TileSchedule
@@ -138,22 +137,19 @@ def backward(
             def run_unit(r, first_step):
                 kv_head, tile, begin, count, num_masked = unit_at(r)
                 rows = pl.ds(tile * (2 * ROWS) + wg * ROWS, ROWS)
-                index = plgpu.load(index_ref.at[rows], layout=ROW, optimized=False)
+                index = load(index_ref.at[rows], ROW)
                 plgpu.barrier_wait(kv_full)
 
                 def stat(slot, i):
-                    x = plgpu.load(stats_smem.at[slot, i], layout=COLUMN, optimized=False)
-                    return lax.broadcast_in_dim(x, (ROWS, ROWS), [1])
+                    return lax.broadcast_in_dim(load(stats_smem.at[slot, i], COLUMN), (ROWS, ROWS), [1])
 
                 def weights(s, slot, masked):
                     if masked:
                         plgpu.barrier_wait(spans_full.at[slot])
                         lo, width = (
-                            lax.broadcast_in_dim(
-                                plgpu.load(spans_smem.at[slot, i], layout=COLUMN, optimized=False),
-                                s.shape, [1],
-                            ) for i in range(2)
-                        )  # fmt: skip
+                            lax.broadcast_in_dim(load(spans_smem.at[slot, i], COLUMN), s.shape, [1])
+                            for i in range(2)
+                        )
                         place = lax.broadcast_in_dim(index, s.shape, [0])
                         seen = (place - lo).astype(jnp.uint32) <= width.astype(jnp.uint32)
                         s = jnp.where(seen, s, -jnp.inf)
@@ -237,7 +233,7 @@ def backward(
                     slot, buffer = lax.rem(step, stages), lax.rem(step, _DS_BUFFERS)
                     q_rows = pl.ds(lax.div(tiles_ref[begin + j], 2) * ROWS, ROWS)
                     plgpu.barrier_wait(q_full.at[slot])
-                    factor = plgpu.load(stats_smem.at[slot, 2], layout=ROW, optimized=False)
+                    factor = load(stats_smem.at[slot, 2], ROW)
                     plgpu.barrier_arrive(empty.at[slot])
                     plgpu.barrier_wait(ds_full.at[buffer])
                     for chunk in range(num_chunks):
@@ -357,10 +353,10 @@ def backward(
     )
     dq, dk, dv = (
         jax.new_ref(jnp.zeros(shape, dt))
-        for shape, dt in (((num_rows + ROWS, *q.shape[1:]), jnp.int32), (k.shape, jnp.float32), (v.shape, jnp.float32))
+        for shape, dt in ((q.shape, jnp.int32), (k.shape, jnp.float32), (v.shape, jnp.float32))
     )
     launch(q, k, v, dout, stats, spans, mask.kv_index, *schedule, dq, dk, dv)
-    return dq[:num_rows] * quantum.T[..., None], dk[...], dv[...]
+    return dq[...] * quantum.T[..., None], dk[...], dv[...]
 
 
 def _multiply_to_int32(x, factor):

@@ -34,6 +34,7 @@ from pallas_kernels.mgpu_common import (
     TILED,
     dot,
     full,
+    load,
     stride_loop,
     unit_plan,
 )
@@ -135,7 +136,7 @@ def forward(
                 if span is not None:
                     plgpu.barrier_wait(index_full.at[slot])
                     lo, width = (lax.broadcast_in_dim(x, s.shape, [0]) for x in span)
-                    index = plgpu.load(index_smem.at[slot], layout=COLUMN, optimized=False)
+                    index = load(index_smem.at[slot], COLUMN)
                     index = lax.broadcast_in_dim(index, s.shape, [1])
                     # lo <= index <= lo + width, as one unsigned comparison
                     s = jnp.where((index - lo).astype(jnp.uint32) <= width, s, -jnp.inf)
@@ -206,14 +207,12 @@ def forward(
             def begin_rows(tile, head):
                 """The spans a unit's rows see, and the softmax state they start from."""
                 rows, q_head = rows_and_head(wg, tile, head)
-                lo, hi = (
-                    plgpu.load(x.at[rows], layout=ROW, optimized=False) for x in (lo_ref, hi_ref)
-                )
+                lo, hi = (load(x.at[rows], ROW) for x in (lo_ref, hi_ref))
                 # Padding rows (lo > hi) see only a place that no token has.
                 span = (jnp.where(lo <= hi, lo, 2**30), jnp.maximum(hi - lo, 0).astype(jnp.uint32))
                 if not carries:
                     return span, full((ROWS,), -jnp.inf, ROW), full((ROWS,), 0.0, ROW)
-                m = plgpu.load(lse_ref.at[q_head, rows], layout=ROW, optimized=False)
+                m = load(lse_ref.at[q_head, rows], ROW)
                 return span, m * LOG2_E, jnp.where(m == -jnp.inf, 0.0, 1.0)
 
             def write(acc, m, l, tile, head):
@@ -238,7 +237,7 @@ def forward(
                 acc = full((ROWS, dim), 0.0, ACC)
                 if carries:
                     rows, q_head = rows_and_head(wg, tile, head)
-                    acc = plgpu.load(out_ref.at[rows, q_head], layout=ACC, optimized=False)
+                    acc = load(out_ref.at[rows, q_head], ACC)
                     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
 
                 def visit(masked, j, carry):

@@ -69,6 +69,14 @@ def divide(a, b):
     return lax.div(a, b), lax.rem(a, b)
 
 
+def load(ref, layout) -> jax.Array:
+    """Loads a ref into registers, before any later arrival on a barrier.
+
+    A plain load may sink below an arrival that tells others that its memory may be reused.
+    """
+    return lax.optimization_barrier(plgpu.load(ref, layout=layout, optimized=False))
+
+
 def stride_loop(first, end, stride: int, body) -> None:
     """Runs body(i) for i = first, first + stride, ... below end."""
     trips = lax.div(jnp.maximum(end - first, 0) + (stride - 1), stride)
