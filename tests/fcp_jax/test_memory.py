@@ -29,17 +29,14 @@ def test_memory_is_within_the_formula_however_many_stages_run(transport):
     lse = placed(jnp.float32, HEADS)
     call = staged_attention._Call(resolve_axes(plan, mesh, "cp", "dp", "tp"), 1.0, None, False)
 
-    def compiled(plan):
-        forward = staged_attention._forward.lower(call, q, k, k, plan)
-        backward = staged_attention._backward.lower(call, q, k, k, q, lse, q, plan=plan)
-        programs = forward.compile(), backward.compile()
-        return [program.memory_analysis().temp_size_in_bytes for program in programs]
+    def used(lowered):
+        return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    small = compiled(plan)
+    forward = used(staged_attention._forward.lower(call, q, k, k, plan))
     sizes = plan.shape, plan.send_slot.shape[3], HEADS, KV_HEADS, DIM, 4
-    for used, allowed in zip(small, (forward_bytes(*sizes), backward_bytes(*sizes)), strict=True):
-        assert 0.6 * allowed < used <= allowed
+    assert 0.6 * forward_bytes(*sizes) < forward <= forward_bytes(*sizes)
+    backward = used(staged_attention._backward.lower(call, q, k, k, q, lse, q, plan=plan))
+    assert 0.6 * backward_bytes(*sizes) < backward <= backward_bytes(*sizes)
     if transport != "static":
-        stages = plan.table_sizes[1]
-        large = compiled(fcp.pad_plan(plan, (0, 10 * stages, 0, 0, 0)))
-        assert all(b - a < 16384 for a, b in zip(small, large, strict=True))
+        many = fcp.pad_plan(plan, (0, 10 * plan.table_sizes[1], 0, 0, 0))
+        assert used(staged_attention._forward.lower(call, q, k, k, many)) < forward + 16384
