@@ -1,5 +1,7 @@
 """Moving payloads between ranks: one loop over the plan's groups of rounds, for every transport."""
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -48,26 +50,33 @@ def run_pipeline(
     trips: jax.Array,
     shape: PlanShape,
     local: Callable,
-    pull: Callable,
-    push: Callable | None = None,
+    compute: Callable,
+    exposed: tuple[Callable, Callable] | None = None,
 ):
     """Runs all stages, each one's transfers in flight while the stage before it computes.
 
     Which stages run is data: the group of each stage follows from `trips`, the same on every rank,
-    and picks a branch. A branch holds the transfers of a group together with the work that hides
-    them, as no transfer can outlive its branch: the work of stage k is in the branch of the group
-    of stage k + 1, whose blocks it pulls. A group of no trips costs nothing but program text.
+    and picks a branch. A branch holds transfers together with the work that hides them, as no
+    transfer can outlive its branch: the work of stage k is in the branch of the group of stage
+    k + 1, whose blocks it pulls. A group of no trips costs nothing but program text.
+
+    Where stages send back, the work of stage k also hides what stage k - 1 does. There are branches
+    for a stage whose neighbors are of one group or of two in a row; between other neighbors, and
+    after the last stage, nothing hides what is sent back. Nor is anything to hide the pull of
+    stage 1 where stage 0 is the only one of its group.
 
     Args:
       groups: rounds of each group.
       trips: int32 [num_groups], run-time number of stages of each group; the first at least 1.
       shape: the plan's.
       local: rounds -> (arrivals, carry), work that needs no arrivals, hiding the first stage's.
-      pull: (index, rounds, arrivals, carry) -> (arrivals, carry), work on the arrivals of stage
-        `index`, hiding the transfers of stage index + 1, which runs `rounds`; without rounds it is
-        the last and what it returns for arrivals goes unused.
-      push: (index, rounds, arrivals, carry) -> carry, more work on stage `index`, hiding what goes
-        back along its own `rounds`.
+      compute: (index, rounds, back, arrivals, carry) -> (arrivals, carry), work on the arrivals of
+        stage `index`, hiding the transfers of stage index + 1, which runs `rounds`, and what stage
+        index - 1 sends along its rounds `back`. Without rounds, what it returns for arrivals goes
+        unused.
+      exposed: for stages that send back, the transfers alone: a function (index, rounds) ->
+        arrivals that pulls for stage `index`, and one (index, back, carry) -> carry that sends
+        along `back` what stage `index` has to.
 
     Returns:
       The last carry.
@@ -75,32 +84,58 @@ def run_pipeline(
     if not groups:
         return local(())[1]
     arrivals, carry = local(groups[0])
-    branches = [*groups, ()]
     if shape.transport == "static":
-        index = jnp.int32(0)
-        for group, rounds in enumerate(groups):
-            following, carry = pull(index, branches[group + 1], arrivals, carry)
-            if push is not None:
-                carry = push(index, rounds, arrivals, carry)
+        index, back = jnp.int32(0), ()
+        for group, own in enumerate(groups):
+            rounds = groups[group + 1] if group + 1 < len(groups) else ()
+            arrivals, carry = compute(index, rounds, back, arrivals, carry)
             # What a stage sends depends on its index, so nothing is sent stages ahead.
-            index, arrivals, carry = lax.optimization_barrier((index + 1, following, carry))
-        return carry
+            index, arrivals, carry = lax.optimization_barrier((index + 1, arrivals, carry))
+            back = own if exposed else ()
+        return exposed[1](index - 1, back, carry) if exposed else carry
+
     ends = jnp.cumsum(trips)
+    last = len(groups) - 1
 
-    def switch(stage, work, choices, index, arrivals, carry):
-        """Does `work` on stage `index` with the rounds of another stage."""
-        bodies = [lambda *state, rounds=rounds: work(index, rounds, *state) for rounds in choices]
-        group = jnp.sum(ends <= stage, dtype=jnp.int32)
-        return lax.switch(group, bodies, arrivals, carry)
+    def group_of(stage):
+        return jnp.sum(ends <= stage, dtype=jnp.int32)
 
-    def stage(index, state):
+    def one_way(index, state):
+        bodies = [functools.partial(compute, index, rounds, ()) for rounds in (*groups, ())]
+        return lax.switch(group_of(index + 1), bodies, *state)
+
+    if exposed is None:
+        return lax.fori_loop(0, ends[-1], one_way, (arrivals, carry))[1]
+    pull, finish = exposed
+
+    def choose(index, work, *operands):
+        """Does work(index, rounds, *operands) with the rounds of stage `index`."""
+        bodies = [functools.partial(work, index, rounds) for rounds in groups]
+        return lax.switch(group_of(index), bodies, *operands)
+
+    def both_ways(index, state):
         arrivals, carry = state
-        following, carry = switch(index + 1, pull, branches, index, arrivals, carry)
-        if push is not None:
-            carry = switch(index, push, groups, index, arrivals, carry)
-        return following, carry
+        before, after = group_of(index - 1), group_of(index + 1)
+        is_first, is_last = index == 0, after > last
+        pairs = [(rounds, rounds) for rounds in groups]
+        pairs += [(following, own) for own, following in itertools.pairwise(groups)]
+        pairs += [(groups[0], ()), ((), ())]
+        hides = jnp.where(is_first, after == 0, (after - before <= 1) & ~is_last)
+        choice = jnp.where(before == after, after, last + after)
+        choice = jnp.where(is_first, len(pairs) - 2, choice)
+        choice = jnp.where(hides, choice, len(pairs) - 1)
+        carry = lax.cond(
+            hides | is_first, lambda x: x, lambda x: choose(index - 1, finish, x), carry
+        )
+        bodies = [functools.partial(compute, index, *pair) for pair in pairs]
+        arrivals, carry = lax.switch(choice, bodies, arrivals, carry)
+        arrivals = lax.cond(
+            hides | is_last, lambda x: x, lambda _: choose(index + 1, pull), arrivals
+        )
+        return arrivals, carry
 
-    return lax.fori_loop(0, ends[-1], stage, (arrivals, carry))[1]
+    _, carry = lax.fori_loop(0, ends[-1], both_ways, (arrivals, carry))
+    return choose(ends[-1] - 1, finish, carry)
 
 
 def transfer(

@@ -23,15 +23,14 @@ from fcp_jax import check
 from fcp_jax.exchange import all_sources, run_pipeline, transfer
 from fcp_jax.mesh import Axes, rank_tables, resolve_axes, spmd, table_specs
 from fcp_jax.places import query_ranges, rows_to_places, token_mask
-from fcp_jax.plan import Plan
+from fcp_jax.plan import Plan, PlanShape
 from fcp_jax.reshuffle import dispatch, undispatch
 from pallas_kernels import (
     AttentionState,
     TokenMask,
     WorkList,
     block_attention,
-    block_attention_grad_kv,
-    block_attention_grad_q,
+    block_attention_grad,
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -174,6 +173,12 @@ class _Call:
     implementation: str | None
     return_lse: bool
 
+    def options(self, shape: PlanShape) -> dict:
+        """Keyword arguments of the block kernels."""
+        return dict(
+            block_size=shape.block_size, scale=self.scale, implementation=self.implementation
+        )
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: _Call, q, k, v, plan: Plan):
@@ -237,7 +242,7 @@ def _rank_forward(q, k, v, plan: Plan, *, call: _Call):
         state = block_attention(q, k, v, rank.own_mask, rank.own_work, **rank.options)
         return lax.optimization_barrier((following, state))
 
-    def compute(index, rounds, arrivals, state):
+    def compute(index, rounds, _, arrivals, state):
         following = rank.pull(kv, index + 1, rounds)
         k, v = jnp.split(arrivals, 2, axis=1)
         work, mask = rank.stage(index)
@@ -259,33 +264,32 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
     first = jnp.minimum(jnp.isnan(delta[0, 0, 0]).astype(jnp.int32), 0)
 
     def local(rounds):
-        operands = k, v, *own, rank.own_mask, rank.own_work
         following = rank.pull(kv, first, rounds)
-        dkv = jnp.concatenate(block_attention_grad_kv(q, *operands, **rank.options), axis=1)
-        following, dkv, later_q = lax.optimization_barrier((following, dkv, q))
-        return following, (block_attention_grad_q(later_q, *operands, **rank.options), dkv)
+        operands = k, v, *own, rank.own_mask, rank.own_work
+        dq, *dkv = block_attention_grad(q, *operands, **rank.options)
+        following, dq, dkv = lax.optimization_barrier((following, dq, dkv))
+        rows = rank.plan.recv_block.shape[1] * rank.shape.block_size
+        nothing = jnp.zeros((rows, 2 * k.shape[1], k.shape[2]), jnp.float32)
+        return following, (dq, jnp.concatenate(dkv, axis=1), nothing)
 
-    def grad_kv(index, rounds, arrivals, carry):
-        """Computes dk and dv of a stage, which hide the next stage's pull."""
-        work, mask = rank.stage(index)
-        following = rank.pull(kv, index + 1, rounds)
-        k, v = jnp.split(arrivals, 2, axis=1)
-        parts = block_attention_grad_kv(q, k, v, *own, mask, work, **rank.options)
-        # Joined only after the barrier, lest the last transfer starts late to hide behind that.
-        following, parts = lax.optimization_barrier((following, parts))
-        return following, (*carry, jnp.concatenate(parts, axis=1))
-
-    def grad_q(index, rounds, arrivals, carry):
-        """Computes dq of a stage, which hides the way home of its dk and dv."""
+    def compute(index, rounds, back, arrivals, carry):
         dq, dkv, parts = carry
-        work, mask = rank.stage(index)
-        returned = rank.push(parts, index, rounds)
+        following = rank.pull(kv, index + 1, rounds)
+        returned = rank.push(parts, index - 1, back)
         k, v = jnp.split(arrivals, 2, axis=1)
-        dq = block_attention_grad_q(q, k, v, *own, mask, work, dq, **rank.options)
-        returned, dq = lax.optimization_barrier((returned, dq))
-        return dq, rank.add(dkv, returned, index, rounds)
+        work, mask = rank.stage(index)
+        dq, *parts = block_attention_grad(q, k, v, *own, mask, work, dq, **rank.options)
+        # Sums wait for the barrier, lest the last transfer starts late to hide behind them.
+        following, returned, dq, parts = lax.optimization_barrier((following, returned, dq, parts))
+        dkv = rank.add(dkv, returned, index - 1, back)
+        return following, (dq, dkv, jnp.concatenate(parts, axis=1))
 
-    dq, dkv = rank.run(local, grad_kv, grad_q)
+    def finish(index, back, carry):
+        dq, dkv, parts = carry
+        return dq, rank.add(dkv, rank.push(parts, index, back), index, back), parts
+
+    pull = functools.partial(rank.pull, kv)
+    dq, dkv, _ = rank.run(local, compute, (pull, finish))
     dk, dv = jnp.split(dkv, 2, axis=1)
     return dq[None], dk[None], dv[None]
 
@@ -298,9 +302,7 @@ class _Rank:
         self.axes = call.axes
         self.plan = plan = rank_tables(plan)
         self.shape = shape = plan.shape
-        self.options = dict(
-            block_size=shape.block_size, scale=call.scale, implementation=call.implementation
-        )
+        self.options = call.options(shape)
         rows = jnp.arange(shape.plan_rows_per_rank, dtype=jnp.int32)
         rows += lax.axis_index(self.axes.cp) * shape.plan_rows_per_rank
         self.own_mask = TokenMask(*query_ranges(plan, rows))
@@ -309,9 +311,10 @@ class _Rank:
         source = jnp.where(plan.recv_block < 0, shape.num_ranks, plan.recv_block // shape.num_slots)
         self.sources = all_sources(source, shape, self.axes)
 
-    def run(self, local, pull, push=None):
+    def run(self, local, compute, exposed=None):
         """Runs all stages; see `run_pipeline`."""
-        return run_pipeline(self.shape.groups, self.plan.trips, self.shape, local, pull, push)
+        groups, trips = self.shape.groups, self.plan.trips
+        return run_pipeline(groups, trips, self.shape, local, compute, exposed)
 
     def stage(self, index) -> tuple[WorkList, TokenMask]:
         """The work list of a stage, whose columns are its rounds, and the mask of its blocks."""
@@ -341,6 +344,8 @@ class _Rank:
 
     def push(self, parts: jax.Array, index, rounds) -> Sequence[jax.Array] | jax.Array:
         """Sends partial sums back to the owners of a stage's blocks; returns what comes here."""
+        if not rounds:
+            return []
         blocks = parts.reshape(-1, self.shape.block_size, *parts.shape[1:])[: len(rounds)]
         sources = self._sources(index)
         return transfer(list(blocks), rounds, self.shape, self.axes, sources, back=True)
@@ -376,28 +381,15 @@ def _one_device(call: _Call, plan: Plan, program, operands):
 def _one_device_forward(call: _Call, plan: Plan, q, k, v):
     work, mask = _whole_work(plan)
     state: AttentionState = block_attention(
-        q,
-        k,
-        v,
-        mask,
-        work,
-        block_size=plan.shape.block_size,
-        scale=call.scale,
-        implementation=call.implementation,
+        q, k, v, mask, work, out_dtype=q.dtype, **call.options(plan.shape)
     )
-    return state.out.astype(q.dtype), state.lse.T
+    return state.out, state.lse.T
 
 
 def _one_device_backward(call: _Call, plan: Plan, q, k, v, dout, lse, delta):
     work, mask = _whole_work(plan)
     operands = q, k, v, dout, lse.T, delta.T, mask, work
-    options = dict(
-        block_size=plan.shape.block_size, scale=call.scale, implementation=call.implementation
-    )
-    return (
-        block_attention_grad_q(*operands, **options),
-        *block_attention_grad_kv(*operands, **options),
-    )
+    return block_attention_grad(*operands, **call.options(plan.shape))
 
 
 def _whole_work(plan: Plan) -> tuple[WorkList, TokenMask]:

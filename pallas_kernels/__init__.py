@@ -2,8 +2,8 @@
 
 from pallas_kernels.block_attention import (
     block_attention,
-    block_attention_grad_kv,
-    block_attention_grad_q,
+    block_attention_grad,
+    explain,
 )
 from pallas_kernels.work_list import AttentionState, TokenMask, WorkList
 
@@ -12,6 +12,6 @@ __all__ = [
     "TokenMask",
     "WorkList",
     "block_attention",
-    "block_attention_grad_kv",
-    "block_attention_grad_q",
+    "block_attention_grad",
+    "explain",
 ]

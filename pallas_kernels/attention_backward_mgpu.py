@@ -103,11 +103,10 @@ def backward(
 
     def kernel(
         q_ref, k_ref, v_ref, do_ref, stats_ref, spans_ref, index_ref, order_ref, num_live_ref,
-        starts_ref, num_masked_ref, num_half_ref, tiles_ref, dq_ref, dk_out, dv_out, k_smem, v_smem,
+        starts_ref, num_masked_ref, tiles_ref, dq_ref, dk_out, dv_out, k_smem, v_smem,
         q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, p_smem, kv_full, kv_empty, q_full,
         do_full, empty, spans_full, ds_full, ds_empty,
     ):  # fmt: skip
-        del num_half_ref
         cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
 
@@ -141,7 +140,9 @@ def backward(
                 plgpu.barrier_wait(kv_full)
 
                 def stat(slot, i):
-                    return lax.broadcast_in_dim(load(stats_smem.at[slot, i], COLUMN), (ROWS, ROWS), [1])
+                    return lax.broadcast_in_dim(
+                        load(stats_smem.at[slot, i], COLUMN), (ROWS, ROWS), [1]
+                    )
 
                 def weights(s, slot, masked):
                     if masked:
@@ -193,7 +194,10 @@ def backward(
 
                 def run_heads(dk_ref, dv_ref):
                     def run_head(_, step):
-                        for begin, end, masked in ((0, num_masked, True), (num_masked, count, False)):
+                        for begin, end, masked in (
+                            (0, num_masked, True),
+                            (num_masked, count, False),
+                        ):
                             step = lax.fori_loop(
                                 begin, end,
                                 lambda _, t, masked=masked: visit(dk_ref, dv_ref, masked, t), step,
@@ -231,7 +235,7 @@ def backward(
                 def visit(head, j, step):
                     """Dq of one query tile and head: dS @ K."""
                     slot, buffer = lax.rem(step, stages), lax.rem(step, _DS_BUFFERS)
-                    q_rows = pl.ds(lax.div(tiles_ref[begin + j], 2) * ROWS, ROWS)
+                    q_rows = pl.ds(tiles_ref[begin + j] * ROWS, ROWS)
                     plgpu.barrier_wait(q_full.at[slot])
                     factor = load(stats_smem.at[slot, 2], ROW)
                     plgpu.barrier_arrive(empty.at[slot])
@@ -285,7 +289,7 @@ def backward(
 
                 def copy_tile(head, j, step):
                     slot = lax.rem(step, stages)
-                    q_tile = lax.div(tiles_ref[begin + j], 2)
+                    q_tile = tiles_ref[begin + j]
                     rows = pl.ds(q_tile * ROWS, ROWS)
                     # Consumers release the tiles of a step in the next one, and in step 0 those of
                     # a step -1.
@@ -347,8 +351,9 @@ def backward(
         grid_names=("cta",),
         num_threads=4,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0,
-            unsafe_no_auto_barriers=config.no_auto_barriers),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
     dq, dk, dv = (
@@ -360,7 +365,7 @@ def backward(
 
 
 def _multiply_to_int32(x, factor):
-    """x * factor as int32, for products below 2**30 in absolute value, on the FMA pipe.
+    """X * factor as int32, for products below 2**30 in absolute value, on the FMA pipe.
 
     The conversion instruction shares a slow unit with exp2. Here the product is rounded to a
     multiple of 512 by adding a number of 2**32 to 2**33, where floats are 512 apart, and the rest

@@ -87,11 +87,10 @@ def forward(
 
     def kernel(
         q_ref, k_ref, v_ref, lo_ref, hi_ref, index_ref, order_ref, num_live_ref, starts_ref,
-        num_masked_ref, num_half_ref, tiles_ref, out_ref, lse_ref, q_smem, out_smem, k_smem,
+        num_masked_ref, tiles_ref, out_ref, lse_ref, q_smem, out_smem, k_smem,
         v_smem, index_smem, lse_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
         index_full, turn,
     ):  # fmt: skip
-        del num_half_ref
         cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
 
@@ -321,7 +320,7 @@ def forward(
 
                 def copy_tile(j, _):
                     slot = lax.rem(step + j, stages)
-                    rows = pl.ds(tiles_ref[begin + j] * (tile_kv // 2), tile_kv)
+                    rows = pl.ds(tiles_ref[begin + j] * tile_kv, tile_kv)
                     reused = step + j >= stages
                     pl.when(reused)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
                     plgpu.copy_gmem_to_smem(

@@ -9,10 +9,10 @@ of a context-parallel one whose keys and values have just arrived.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import block_attention_xla
+from pallas_kernels import block_attention_mgpu, block_attention_xla
 from pallas_kernels.work_list import AttentionState, TokenMask, WorkList
 
-IMPLEMENTATIONS = {"xla": block_attention_xla}
+IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 
 
 def block_attention(
@@ -25,6 +25,8 @@ def block_attention(
     *,
     block_size: int,
     scale: float,
+    out_dtype: jax.typing.DTypeLike = jnp.float32,
+    reserve_sms: int = 0,
     implementation: str | None = None,
 ) -> AttentionState:
     """Softmax attention of query blocks over the kv blocks that a work list names.
@@ -37,24 +39,30 @@ def block_attention(
       work: block pairs; rows are query blocks, columns are kv blocks.
       state: what the query rows have gathered so far; None for nothing.
       block_size: rows per block; divides query_rows and kv_rows.
-      scale: multiplies q.k before the softmax.
-      implementation: "xla", "mosaic_gpu", or None to choose by device.
+      scale: multiplies q.k before the softmax; positive.
+      out_dtype: of the output where `state` is None. A state that goes on should stay float32.
+      reserve_sms: streaming multiprocessors that "mosaic_gpu" leaves to others, such as transfers;
+        "xla" knows no such thing.
+      implementation: "mosaic_gpu", "xla", or None for the fastest that serves the case; `explain`
+        tells which that is. A named one is used or refused.
 
     Returns:
       The new state. Query blocks without items keep the old one.
 
     Raises:
-      ValueError: if shapes, dtypes or `implementation` do not fit together.
+      ValueError: if shapes, dtypes, `scale`, `reserve_sms` or `implementation` do not fit together.
     """
-    _check(q, k, v, mask, work, block_size)
-    if state is None:
-        state = AttentionState.empty(*q.shape)
-    return _implementation(implementation).forward(
-        q, k, v, mask, work, state, block_size=block_size, scale=scale
-    )
+    _check(q, k, v, mask, work, block_size, scale, reserve_sms)
+    if state is not None and out_dtype != state.out.dtype:
+        raise ValueError(f"out_dtype is for a new state, got {out_dtype=} and {state.out.dtype=}")
+    options = dict(block_size=block_size, scale=scale, out_dtype=out_dtype)
+    if _choose(implementation, q, k, block_size) == "mosaic_gpu":
+        forward = block_attention_mgpu.forward
+        return forward(q, k, v, mask, work, state, reserve_sms=reserve_sms, **options)
+    return block_attention_xla.forward(q, k, v, mask, work, state, **options)
 
 
-def block_attention_grad_q(
+def block_attention_grad(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -67,91 +75,80 @@ def block_attention_grad_q(
     *,
     block_size: int,
     scale: float,
+    reserve_sms: int = 0,
     implementation: str | None = None,
-) -> jax.Array:
-    """Gradient of `block_attention` in its queries, for the block pairs of a work list.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of `block_attention` for the block pairs of a work list.
 
     Args:
       q: as in `block_attention`.
       k: as in `block_attention`.
       v: as in `block_attention`.
-      dout: cotangent of the attention output, shaped like q.
+      dout: cotangent of the attention output, shaped like q, of the same dtype.
       lse: float32 [num_q_heads, query_rows], over everything the query sees in all stages.
       delta: float32 [num_q_heads, query_rows], the row sums of out * dout.
       mask: which token pairs count.
       work: block pairs; rows are query blocks, columns are kv blocks.
       dq: float32, shaped like q: gradient so far, to be added to; None for zero.
       block_size: rows per block.
-      scale: multiplies q.k before the softmax.
+      scale: multiplies q.k before the softmax; positive.
+      reserve_sms: as in `block_attention`.
       implementation: as in `block_attention`.
 
     Returns:
-      dq continued, float32.
+      dq continued, dk and dv, float32, shaped like q, k and v; dk and dv are summed over the query
+      heads that share a kv head.
 
     Raises:
-      ValueError: if shapes, dtypes or `implementation` do not fit together.
+      ValueError: if shapes, dtypes, `scale`, `reserve_sms` or `implementation` do not fit together.
     """
-    _check(q, k, v, mask, work, block_size)
-    if dq is None:
-        dq = jnp.zeros(q.shape, jnp.float32)
-    return _implementation(implementation).backward_q(
-        q, k, v, dout, lse, delta, mask, work, dq, block_size=block_size, scale=scale
-    )
+    _check(q, k, v, mask, work, block_size, scale, reserve_sms)
+    operands = q, k, v, dout, lse, delta, mask, work, dq
+    options = dict(block_size=block_size, scale=scale)
+    if _choose(implementation, q, k, block_size) == "mosaic_gpu":
+        return block_attention_mgpu.backward(*operands, reserve_sms=reserve_sms, **options)
+    return block_attention_xla.backward(*operands, **options)
 
 
-def block_attention_grad_kv(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    dout: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    mask: TokenMask,
-    work: WorkList,
-    *,
-    block_size: int,
-    scale: float,
-    implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of `block_attention` in its keys and values, for the pairs of a work list.
-
-    It is apart from `block_attention_grad_q` so that a context-parallel stage can send dk and dv
-    home while dq is computed.
+def explain(q, k, *, block_size: int, implementation: str | None = None) -> str:
+    """Says in a sentence which implementation `block_attention` uses for operands, and why.
 
     Args:
-      q: as in `block_attention`.
-      k: as in `block_attention`.
-      v: as in `block_attention`.
-      dout: as in `block_attention_grad_q`.
-      lse: as in `block_attention_grad_q`.
-      delta: as in `block_attention_grad_q`.
-      mask: which token pairs count.
-      work: block pairs; rows are query blocks, columns are kv blocks.
+      q: queries, or anything with their shape and dtype.
+      k: keys, likewise.
       block_size: rows per block.
-      scale: multiplies q.k before the softmax.
       implementation: as in `block_attention`.
 
     Returns:
-      (dk, dv), float32, shaped like k and v, summed over the query heads that share a kv head.
+      The sentence; it begins with the name of the implementation.
 
     Raises:
-      ValueError: if shapes, dtypes or `implementation` do not fit together.
+      ValueError: if `implementation` cannot be used.
     """
-    _check(q, k, v, mask, work, block_size)
-    return _implementation(implementation).backward_kv(
-        q, k, v, dout, lse, delta, mask, work, block_size=block_size, scale=scale
-    )
+    name = _choose(implementation, q, k, block_size)
+    if implementation is not None:
+        return f"{name}: asked for"
+    if name == "mosaic_gpu":
+        return f"{name}: the Hopper kernels serve these operands on this device"
+    return f"{name}: mosaic_gpu is not used, as {_refusal(q, k, block_size)}"
 
 
-def _implementation(name: str | None):
+def _choose(name: str | None, q, k, block_size: int) -> str:
     if name is None:
-        name = "xla"
+        return "xla" if _refusal(q, k, block_size) else "mosaic_gpu"
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {sorted(IMPLEMENTATIONS)}, got {name!r}")
-    return IMPLEMENTATIONS[name]
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {name!r}")
+    # A named implementation may also be compiled for a device that is not here.
+    if name == "mosaic_gpu" and (reason := block_attention_mgpu.unsupported(q, k, block_size)):
+        raise ValueError(f"implementation 'mosaic_gpu' cannot be used: {reason}")
+    return name
 
 
-def _check(q, k, v, mask: TokenMask, work: WorkList, block_size: int) -> None:
+def _refusal(q, k, block_size: int) -> str | None:
+    return block_attention_mgpu.no_device() or block_attention_mgpu.unsupported(q, k, block_size)
+
+
+def _check(q, k, v, mask: TokenMask, work: WorkList, block_size, scale, reserve_sms) -> None:
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
             "q must be [query_rows, num_q_heads, head_dim] and k, v [kv_rows, num_kv_heads, "
@@ -175,3 +172,7 @@ def _check(q, k, v, mask: TokenMask, work: WorkList, block_size: int) -> None:
             f"work.row_starts must be [{q.shape[0] // block_size + 1}] for {q.shape[0]} query rows "
             f"of {block_size=}, got {work.row_starts.shape}"
         )
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if reserve_sms < 0:
+        raise ValueError(f"reserve_sms must not be negative, got {reserve_sms}")

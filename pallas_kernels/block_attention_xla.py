@@ -21,10 +21,11 @@ def forward(
     v: jax.Array,
     mask: TokenMask,
     work: WorkList,
-    state: AttentionState,
+    state: AttentionState | None,
     *,
     block_size: int,
     scale: float,
+    out_dtype,
 ) -> AttentionState:
     """Plain-JAX `pallas_kernels.block_attention`."""
     group = q.shape[1] // k.shape[1]
@@ -49,10 +50,12 @@ def forward(
             lax.dynamic_update_slice_in_dim(lse, new_lse, q_at, axis=1),
         )
 
-    return AttentionState(*_visit(tile, tuple(state), mask, work, block_size))
+    start = AttentionState.empty(*q.shape) if state is None else state
+    out, lse = _visit(tile, tuple(start), mask, work, block_size)
+    return AttentionState(out.astype(out_dtype), lse)
 
 
-def backward_q(
+def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -61,50 +64,31 @@ def backward_q(
     delta: jax.Array,
     mask: TokenMask,
     work: WorkList,
-    dq: jax.Array,
+    dq: jax.Array | None,
     *,
     block_size: int,
     scale: float,
-) -> jax.Array:
-    """Plain-JAX `pallas_kernels.block_attention_grad_q`."""
-
-    def tile(dq, q_at, kv_at, size, visible):
-        operands = q, k, v, dout, lse, delta
-        _, dscores = _tile_gradients(*operands, q_at, kv_at, size, visible, scale)
-        dq_part = _dot("hgqk,khd->qhgd", dscores, _rows(k, kv_at, size))
-        return _add_rows(dq, dq_part.reshape(size, *q.shape[1:]), q_at)
-
-    return _visit(tile, dq, mask, work, block_size)
-
-
-def backward_kv(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    dout: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    mask: TokenMask,
-    work: WorkList,
-    *,
-    block_size: int,
-    scale: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Plain-JAX `pallas_kernels.block_attention_grad_kv`."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Plain-JAX `pallas_kernels.block_attention_grad`."""
     group = q.shape[1] // k.shape[1]
 
     def tile(carry, q_at, kv_at, size, visible):
-        dk, dv = carry
+        dq, dk, dv = carry
         operands = q, k, v, dout, lse, delta
         weights, dscores = _tile_gradients(*operands, q_at, kv_at, size, visible, scale)
         q_tile, dout_tile = _rows(q, q_at, size, group), _rows(dout, q_at, size, group)
+        dq_part = _dot("hgqk,khd->qhgd", dscores, _rows(k, kv_at, size))
         return (
+            _add_rows(dq, dq_part.reshape(size, *q.shape[1:]), q_at),
             _add_rows(dk, _dot("hgqk,qhgd->khd", dscores, q_tile), kv_at),
             _add_rows(dv, _dot("hgqk,qhgd->khd", weights, dout_tile), kv_at),
         )
 
-    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    return _visit(tile, zeros, mask, work, block_size)
+    dq, dk, dv = (
+        jnp.zeros(x.shape, jnp.float32) if start is None else start
+        for x, start in ((q, dq), (k, None), (v, None))
+    )
+    return _visit(tile, (dq, dk, dv), mask, work, block_size)
 
 
 def _tile_gradients(q, k, v, dout, lse, delta, q_at, kv_at, size, visible, scale):

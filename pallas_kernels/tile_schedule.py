@@ -20,29 +20,25 @@ class TileSchedule(NamedTuple):
     """Tiles to visit, in compressed sparse row form.
 
     Row t visits the column tiles named by tiles[starts[t]], ..., tiles[starts[t + 1] - 1]: first
-    num_masked[t] that need the token mask, then num_half[t] of which only one half holds anything
-    (they need the mask too), then those that are visible throughout.
+    num_masked[t] that need the token mask, then those that are visible throughout.
 
     Attributes:
       order: int32 [num_rows], row tiles by falling number of visits: longest processing time first.
       num_live: int32 [1], how many row tiles visit anything; the others come last in `order`.
       starts: int32 [num_rows + 1].
       num_masked: int32 [num_rows].
-      num_half: int32 [num_rows].
-      tiles: int32 [max_items * row tiles in a block * column tiles in a block], where a column tile
-        begins, in units of half a tile; even, but for tiles of which only the second half counts.
+      tiles: int32 [max_items * row tiles in a block * column tiles in a block].
     """
 
     order: jax.Array
     num_live: jax.Array
     starts: jax.Array
     num_masked: jax.Array
-    num_half: jax.Array
     tiles: jax.Array
 
 
 def query_major(
-    mask: TokenMask, work: WorkList, *, block_size: int, tile_q: int, tile_kv: int, halves: bool
+    mask: TokenMask, work: WorkList, *, block_size: int, tile_q: int, tile_kv: int
 ) -> TileSchedule:
     """Lists, for every query tile, the kv tiles it sees.
 
@@ -51,17 +47,15 @@ def query_major(
       work: block pairs; rows are query blocks, columns are kv blocks.
       block_size: rows per block; a multiple of both tiles.
       tile_q: query rows per tile, a multiple of 16.
-      tile_kv: kv rows per tile, a multiple of 32.
-      halves: whether to tell half tiles apart; else they count as masked.
+      tile_kv: kv rows per tile, a multiple of 16.
 
     Returns:
       A schedule whose rows are query tiles and whose columns are kv tiles.
     """
     rows = _rows(work)
     seen = _Summary.of_queries(mask, block_size, tile_q).take(rows)
-    held = _Summary.of_kv(mask, block_size, tile_kv // 2).take(work.columns)
-    live, full = _meet(seen, held)
-    return _compress(live, full, work.columns, rows, work, halves)
+    held = _Summary.of_kv(mask, block_size, tile_kv).take(work.columns)
+    return _compress(*_meet(seen, held), work.columns, rows, work)
 
 
 def kv_major(
@@ -70,10 +64,10 @@ def kv_major(
     """Lists, for every kv tile, the query tiles that see it. Arguments as in `query_major`."""
     work = work.transpose(mask.kv_index.shape[0] // block_size)
     rows = _rows(work)
-    seen = _Summary.of_queries(mask, block_size, tile_q // 2).take(work.columns)
+    seen = _Summary.of_queries(mask, block_size, tile_q).take(work.columns)
     held = _Summary.of_kv(mask, block_size, tile_kv).take(rows)
     live, full = (x.swapaxes(1, 2) for x in _meet(seen, held))
-    return _compress(live, full, work.columns, rows, work, halves=False)
+    return _compress(live, full, work.columns, rows, work)
 
 
 class _Summary(NamedTuple):
@@ -131,20 +125,13 @@ def _rows(work: WorkList) -> jax.Array:
     return jnp.minimum(work.rows(), work.row_starts.shape[0] - 2)
 
 
-def _compress(live, full, column, rows, work: WorkList, halves: bool) -> TileSchedule:
-    """Boolean [item, row tile, half column tile] to lists; no sort, since items are row-ordered."""
-    num_items, per_row, per_column = live.shape[0], live.shape[1], live.shape[2] // 2
+def _compress(live, full, column, rows, work: WorkList) -> TileSchedule:
+    """Boolean [item, row tile, column tile] to lists; no sort, since items are row-ordered."""
+    num_items, per_row, per_column = live.shape
     is_item = jnp.arange(num_items) < work.row_starts[-1]
-    # To [row tile in block, item, column tile in block, half].
-    live, full = (
-        (x & is_item[:, None, None]).swapaxes(0, 1).reshape(per_row, num_items, per_column, 2)
-        for x in (live, full)
-    )
-    half = (live.sum(axis=3) == 1) & halves
-    whole = full.all(axis=3)
-    kinds = (live.any(axis=3) & ~half & ~whole, half, whole)
-    entry = (column[:, None] * per_column + jnp.arange(per_column, dtype=jnp.int32)) * 2
-    entry = entry + (half & live[..., 1])
+    # To [row tile in block, item, column tile in block].
+    live, full = ((x & is_item[:, None, None]).swapaxes(0, 1) for x in (live, full))
+    entry = column[:, None] * per_column + jnp.arange(per_column, dtype=jnp.int32)
 
     def ranks(kind):
         """Place of every entry among its kind in its row, and how many each row has."""
@@ -154,18 +141,18 @@ def _compress(live, full, column, rows, work: WorkList, halves: bool) -> TileSch
         rank = total[:, :-1].reshape(kind.shape) - edges[:, rows][..., None]
         return rank, jnp.diff(edges, axis=1).T.reshape(-1)  # [row block, row tile] flattened
 
-    ranked = [ranks(kind) for kind in kinds]
-    counts = [count for _, count in ranked]
-    total = counts[0] + counts[1] + counts[2]
+    masked = live & ~full
+    masked_rank, num_masked = ranks(masked)
+    full_rank, num_full = ranks(full)
+    total = num_masked + num_full
     starts = jnp.pad(jnp.cumsum(total), (1, 0))
     row_tile = rows[None, :] * per_row + jnp.arange(per_row, dtype=jnp.int32)[:, None]
-    place, begin = jnp.full(entry.shape, entry.size), starts[:-1]
-    for kind, (rank, count) in zip(kinds, ranked, strict=True):
-        place = jnp.where(kind, begin[row_tile][..., None] + rank, place)
-        begin = begin + count
-    tiles = jnp.zeros(entry.size, jnp.int32)
-    tiles = tiles.at[place.reshape(-1)].set(entry.reshape(-1).astype(jnp.int32), mode="drop")
+    begin, masked_here = (x[row_tile][..., None] for x in (starts[:-1], num_masked))
+    place = jnp.where(masked, begin + masked_rank, full.size)
+    place = jnp.where(full, begin + masked_here + full_rank, place)
+    entries = jnp.broadcast_to(entry, place.shape).reshape(-1)
+    tiles = jnp.zeros(full.size, jnp.int32).at[place.reshape(-1)].set(entries, mode="drop")
     order = jnp.argsort(-total, stable=True)
     num_live = (total > 0).sum(keepdims=True)
-    fields = (order, num_live, starts, counts[0], counts[1], tiles)
+    fields = (order, num_live, starts, num_masked, tiles)
     return TileSchedule(*(x.astype(jnp.int32) for x in fields))

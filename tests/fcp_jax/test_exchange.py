@@ -1,6 +1,7 @@
 """The pipeline of stages: what runs, in which order, and what may overlap."""
 
 import dataclasses
+import itertools
 import threading
 
 import jax
@@ -14,7 +15,7 @@ import fcp_jax as fcp
 from fcp_jax import exchange, mesh, staged_attention
 from fcp_jax.exchange import run_pipeline
 
-TRIPS = [[1, 0, 0], [1, 1, 1], [2, 0, 3], [1, 4, 0], [1, 0, 1]]
+TRIPS = [[1, 0, 0], [1, 1, 1], [2, 0, 3], [1, 4, 0], [1, 0, 1], [3, 2, 2], [2, 2, 0]]
 
 
 @pytest.mark.parametrize("trips", TRIPS, ids=str)
@@ -33,19 +34,27 @@ def test_every_stage_runs_once_with_its_own_rounds_and_groups_without_trips_do_n
     def local(rounds):
         return jnp.int32(sum(rounds)), jnp.zeros((32, 3), jnp.int32)
 
-    def pull(index, rounds, arrivals, log):
+    def compute(index, rounds, back, arrivals, log):
+        if back:
+            log = finish(index - 1, back, log)
         return jnp.int32(sum(rounds)), logged(log, jnp.int32(index), arrivals, jnp.int32(0))
 
-    def push(index, rounds, arrivals, log):
-        return logged(log, jnp.int32(index), arrivals, jnp.int32(sum(rounds)))
+    def pull(index, rounds):
+        return jnp.int32(sum(rounds))
+
+    def finish(index, back, log):
+        return logged(log, jnp.int32(index), jnp.int32(0), jnp.int32(sum(back)))
 
     @jax.jit
     def run(trips):
-        return run_pipeline(groups, trips, shape, local, pull, push)
+        return run_pipeline(groups, trips, shape, local, compute, (pull, finish))
 
     log = np.asarray(run(jnp.array(trips, jnp.int32)))
-    want = [[i, sum(r), back] for i, r in enumerate(stages) for back in (0, sum(r))]
-    assert log[1 : log[0, 0] + 1].tolist() == want
+    log = log[1 : log[0, 0] + 1].tolist()
+    computed, sent = ([x for x in log if (x[i] == 0)] for i in (2, 1))
+    assert computed == [[i, sum(r), 0] for i, r in enumerate(stages)]
+    assert sent == [[i, 0, sum(r)] for i, r in enumerate(stages)]
+    assert log.index(computed[-1]) < log.index(sent[-1])
 
 
 def test_a_batch_runs_only_the_permutes_that_its_plan_counts(monkeypatch):
@@ -124,9 +133,16 @@ def test_each_stage_joins_the_next_transfers_with_its_own_kernel(transport):
     found = [x for x in overlaps(jax.make_jaxpr(step)(*rows).jaxpr) if x[0]]
     widths = [len(rounds) for rounds in plan.shape.groups]
     assert all(kernels for _, kernels in found)
-    # Pulls of forward and backward, the first one with local work, and pushes.
-    first = [] if transport == "static" else [widths[0]]
-    assert sorted(n for n, _ in found) == sorted(2 * (first + widths) + widths)
+    first = widths[0]
+    if (
+        transport == "static"
+    ):  # pulls of both directions, and in backward what the stage before sends
+        pulls, pushes = [*widths, 0], [0, 0, *widths[:-1]]
+        want = widths + [a + b for a, b in zip(pulls, pushes, strict=True)]
+    else:  # a branch for the next group in forward, and for the groups on both sides in backward
+        in_a_row = [a + b for a, b in itertools.pairwise(widths)]
+        want = [first, *widths] + [first, *(2 * w for w in widths), *in_a_row, first]
+    assert sorted(n for n, _ in found) == sorted(x for x in want if x)
 
 
 def ragged_all_to_all(
@@ -152,7 +168,7 @@ def emulated_ragged(monkeypatch):
     monkeypatch.setattr(mesh, "_RAGGED_PLATFORMS", ("cpu",))
 
 
-def test_ragged_equals_dense_and_dispatches_like_static(emulated_ragged):
+def test_ragged_equals_dense_and_dispatches_like_one_device(emulated_ragged):
     config = fcp.PlanConfig(8, 104, block_size=64, coalesce=3, transport="ragged")
     args = operands(np.random.default_rng(1), config.capacity)
     for lengths in ([832], [333, 1, 64, 65, 0, 128, 5, 20], [100] * 7, [7] * 100, []):
@@ -160,12 +176,9 @@ def test_ragged_equals_dense_and_dispatches_like_static(emulated_ragged):
         fcp.validate_plan(plan)
         assert plan.stats.num_rounds == plan.stats.max_degree
         assert plan.stats.wire_bytes_max == plan.stats.payload_bytes_max
-        static = fcp.make_plan(lengths, dataclasses.replace(config, transport="static"))
-        np.testing.assert_array_equal(
-            fcp.dispatch(args[0], plan, mesh=cp_mesh(8)),
-            fcp.dispatch(args[0], static, mesh=cp_mesh(8)),
-        )
         plan = fcp.pad_plan(plan, (128, 6, 8, 12, 4))
+        moved = fcp.dispatch(args[0], plan, mesh=cp_mesh(8))
+        np.testing.assert_array_equal(moved, fcp.dispatch(args[0], plan))
         ids = segment_ids_of(fcp.Segments.from_seqlens(lengths), config.capacity)
         assert_close(value_and_grads(*args, plan, cp_mesh(8)), dense_attention(*args, ids, True))
 

@@ -1,0 +1,194 @@
+"""The Hopper kernels in the Pallas interpreter against dense float64, and their lowering."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_blocks import all_pairs, dense, packed_mask, relative_error
+
+from pallas_kernels import (
+    AttentionState,
+    TokenMask,
+    WorkList,
+    block_attention,
+    block_attention_grad,
+    block_attention_mgpu,
+    explain,
+    mgpu_common,
+)
+
+BLOCK, SCALE = 128, 0.3
+BF16 = jnp.bfloat16
+
+
+def problem(lengths, rows, causal, heads, dim, seed=0, spread=1.0):
+    rng = np.random.default_rng(seed)
+    lo, hi, index = packed_mask(lengths, rows, causal)
+    q, dout = (rng.normal(size=(rows, heads[0], dim)) for _ in range(2))
+    k, v = (rng.normal(size=(rows, heads[1], dim)) for _ in range(2))
+    q, k, v, dout = (jnp.asarray(x, BF16) for x in (spread * q, spread * k, v, dout))
+    visible = (lo[:, None] <= index) & (index <= hi[:, None])
+    mask = TokenMask(*(jnp.asarray(x, jnp.int32) for x in (lo, hi, index)))
+    return (q, k, v, dout), mask, all_pairs(lo, hi, index, BLOCK), visible
+
+
+def work_of(pairs, rows):
+    padded = np.zeros((len(pairs) + 2, 2), np.int32)  # padding items must be ignored
+    padded[: len(pairs)] = pairs
+    return WorkList.from_pairs(padded[:, 0], padded[:, 1], len(pairs), rows // BLOCK)
+
+
+CASES = {
+    "causal_gqa": dict(lengths=[100, 1, 90], rows=256, causal=True, heads=(4, 2), dim=64),
+    "full_mha": dict(lengths=[256], rows=256, causal=False, heads=(2, 2), dim=64),
+    "full_segments_mqa": dict(lengths=[127, 60], rows=256, causal=False, heads=(2, 1), dim=64),
+    "odd_group": dict(lengths=[130], rows=256, causal=True, heads=(3, 1), dim=64),
+    "head_dim_128": dict(lengths=[128, 64], rows=256, causal=True, heads=(2, 1), dim=128),
+    "nothing": dict(lengths=[], rows=128, causal=True, heads=(2, 1), dim=64),
+    # Log-sum-exps of several hundred, far beyond the range of exp.
+    "large_logits": dict(lengths=[200], rows=256, causal=True, heads=(2, 1), dim=64, spread=12.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_backward(name):
+    case = CASES[name]
+    (q, k, v, dout), mask, pairs, visible = problem(**case)
+    want_out, want_lse, *want_grads = dense(q, k, v, dout, visible, SCALE)
+    delta = jnp.asarray((want_out * np.asarray(dout, np.float64)).sum(-1).T, jnp.float32)
+    work, options = (
+        work_of(pairs, case["rows"]),
+        dict(block_size=BLOCK, scale=SCALE, interpret=True),
+    )
+
+    @jax.jit
+    def run(q, k, v, dout):
+        forward = functools.partial(block_attention_mgpu.forward, out_dtype=q.dtype, **options)
+        out, lse = forward(q, k, v, mask, work, None)
+        grads = block_attention_mgpu.backward(
+            q, k, v, dout, lse, delta, mask, work, None, **options
+        )
+        return out, lse, grads
+
+    out, lse, grads = run(q, k, v, dout)
+    hidden = ~visible.any(1)
+    assert relative_error(out, want_out) < 3e-3
+    assert (np.asarray(out)[hidden] == 0).all() and np.isneginf(np.asarray(lse)[:, hidden]).all()
+    seen = np.isfinite(want_lse)
+    np.testing.assert_allclose(np.asarray(lse)[seen], want_lse[seen], rtol=1e-5, atol=1e-4)
+    for got, want in zip(grads, want_grads, strict=True):
+        assert np.isfinite(got).all()
+        assert relative_error(got, want) < 5e-3 or not want.any()
+    assert (np.asarray(grads[0])[hidden] == 0).all()
+
+
+def test_stages_continue_state_and_gradient():
+    case = CASES["causal_gqa"]
+    (q, k, v, dout), mask, pairs, visible = problem(**case)
+    want_out, want_lse, want_dq, *_ = dense(q, k, v, dout, visible, SCALE)
+    options = dict(block_size=BLOCK, scale=SCALE, interpret=True)
+    half = len(pairs) // 2
+    stages = [work_of(part, case["rows"]) for part in (pairs[:half], pairs[half:])]
+    delta = jnp.asarray((want_out * np.asarray(dout, np.float64)).sum(-1).T, jnp.float32)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        state, dq = AttentionState.empty(*q.shape), None
+        for work in stages:
+            state = block_attention_mgpu.forward(q, k, v, mask, work, state, **options)
+        for work in stages:
+            dq, *_ = block_attention_mgpu.backward(
+                q, k, v, dout, state.lse, delta, mask, work, dq, **options
+            )
+        return state, dq
+
+    (out, lse), dq = run(q, k, v, dout)
+    assert relative_error(out, want_out) < 3e-3 and out.dtype == jnp.float32
+    seen = np.isfinite(want_lse)
+    np.testing.assert_allclose(np.asarray(lse)[seen], want_lse[seen], rtol=1e-5, atol=1e-4)
+    assert relative_error(dq, want_dq) < 5e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(8, 1), (3, 3)])
+def test_lowers_for_cuda_without_a_gpu(dim, heads):
+    rows = 512
+    q, k = (jax.ShapeDtypeStruct((rows, n, dim), BF16) for n in heads)
+    row_values = jax.ShapeDtypeStruct((heads[0], rows), jnp.float32)
+    ints = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (rows, rows, rows, 3, 4)]
+
+    def both(q, k, v, dout, lse, delta, lo, hi, index, starts, columns):
+        mask, work = TokenMask(lo, hi, index), WorkList(starts, columns)
+        options = dict(block_size=256, scale=0.1, implementation="mosaic_gpu")
+        state = block_attention(q, k, v, mask, work, out_dtype=q.dtype, **options)
+        state2 = block_attention(
+            q, k, v, mask, work, AttentionState(state.out.astype(jnp.float32), state.lse), **options
+        )
+        return state2, block_attention_grad(q, k, v, dout, lse, delta, mask, work, **options)
+
+    traced = jax.jit(both).trace(q, k, k, q, row_values, row_values, *ints)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
+@pytest.mark.parametrize(
+    ("blocks", "live", "parts", "sections"),
+    [
+        (132, 256, 1, 8),
+        (132, 512, 4, 8),
+        (132, 5, 1, 3),
+        (7, 0, 1, 2),
+        (132, 140, 1, 8),
+        (4, 9, 2, 3),
+    ],
+)
+def test_every_unit_is_dealt_once_and_loads_are_even(blocks, live, parts, sections):
+    order = np.arange(max(live, 1))[::-1].copy()
+
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    def deal(block, r):
+        rounds, unit_at = mgpu_common.unit_plan(
+            block, blocks, jnp.int32(live), parts, sections, jnp.asarray(order)
+        )
+        return rounds, jnp.stack(jax.vmap(unit_at)(r))
+
+    most = -(-live * parts * sections // blocks) + 2 * sections + 2
+    rounds, units = deal(jnp.arange(blocks, dtype=jnp.int32), jnp.arange(most, dtype=jnp.int32))
+    rounds, units = np.asarray(rounds), np.asarray(units)  # units: [block, 3, r]
+    assert rounds.max(initial=0) <= most
+    dealt = [tuple(units[b, :, r]) for b in range(blocks) for r in range(rounds[b])]
+    assert sorted(dealt) == sorted(
+        (s, t, p) for s in range(sections) for t in range(live) for p in range(parts)
+    )
+    loads = [sum(units[b, 1, r] + 1 for r in range(rounds[b])) for b in range(blocks)]
+    if live * parts * sections > 4 * blocks:  # a row tile's work is its number plus one
+        assert max(loads) < 1.02 * np.mean(loads) + live
+
+
+def test_named_implementation_is_refused_with_a_reason():
+    x = jnp.zeros((256, 4, 64), BF16)
+    index = jnp.zeros(256, jnp.int32)
+    mask, work = TokenMask(index, index, index), WorkList(jnp.zeros(3, jnp.int32), index[:1])
+    call = dict(scale=1.0, implementation="mosaic_gpu")
+    for y, size, reason in (
+        (x.astype(jnp.float32), 128, "bfloat16 or float16 operands, got float32"),
+        (x[..., :32], 128, "head_dim 64 or 128, got 32"),
+        (x, 64, "block_size that is a multiple of 128, got 64"),
+    ):
+        few = WorkList(jnp.zeros(256 // size + 1, jnp.int32), work.columns)
+        with pytest.raises(ValueError, match=reason):
+            block_attention(y, y, y, mask, few, block_size=size, **call)
+        assert reason in explain(y, y, block_size=size) or "needs a GPU" in explain(
+            y, y, block_size=size
+        )
+    assert explain(x, x, block_size=128) == (
+        "xla: mosaic_gpu is not used, as it needs a GPU, and the default device is of platform "
+        "'cpu'"
+    )
+    assert explain(x, x, block_size=128, implementation="xla") == "xla: asked for"
+    with pytest.raises(ValueError, match="reserve_sms must not be negative, got -1"):
+        block_attention(x, x, x, mask, work, block_size=128, scale=1.0, reserve_sms=-1)
+    with pytest.raises(ValueError, match="scale must be positive"):
+        block_attention(x, x, x, mask, work, block_size=128, scale=0.0)
