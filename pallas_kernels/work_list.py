@@ -42,13 +42,13 @@ class WorkList(NamedTuple):
         valid = jnp.arange(rows.shape[0], dtype=jnp.int32) < count
         keyed = jnp.where(valid, rows, num_rows)
         order = jnp.argsort(keyed, stable=True)
-        row_starts = jnp.searchsorted(keyed[order], jnp.arange(num_rows + 1, dtype=jnp.int32))
+        row_starts = _count_below(keyed, jnp.arange(num_rows + 1, dtype=jnp.int32))
         return cls(row_starts.astype(jnp.int32), columns[order].astype(jnp.int32))
 
     def rows(self) -> jax.Array:
         """Returns the row of every item, int32 [max_items]; padding items get num_rows."""
         items = jnp.arange(self.columns.shape[0], dtype=jnp.int32)
-        return jnp.searchsorted(self.row_starts, items, side="right").astype(jnp.int32) - 1
+        return _count_below(self.row_starts, items + 1) - 1
 
     def transpose(self, num_columns: int) -> "WorkList":
         """Returns the same pairs grouped by column: the list that dk and dv need."""
@@ -95,3 +95,8 @@ class AttentionState(NamedTuple):
             jnp.zeros((query_rows, num_q_heads, head_dim), jnp.float32),
             jnp.full((num_q_heads, query_rows), -jnp.inf, jnp.float32),
         )
+
+
+def _count_below(values: jax.Array, bounds: jax.Array) -> jax.Array:
+    """Counts the values below each bound: on a GPU, one small kernel where a search takes dozens."""
+    return jnp.sum(values[:, None] < bounds, axis=0, dtype=jnp.int32)
