@@ -237,17 +237,20 @@ def _rank_forward(q, k, v, plan: Plan, *, call: _Call):
     q, k, v = q[0], k[0], v[0]
     kv = k, v
 
+    # Blocks are joined only after the barrier: so their buffer may be that of the arrivals, which
+    # the kernel has read by then, and no transfer starts late to hide behind the copy.
     def local(rounds):
-        following = rank.pull(kv, 0, rounds)
-        state = block_attention(q, k, v, rank.own_mask, rank.own_work, **rank.options)
-        return lax.optimization_barrier((following, state))
+        blocks = rank.pull(kv, 0, rounds)
+        state = block_attention(q, *kv, rank.own_mask, rank.own_work, **rank.options)
+        blocks, state = lax.optimization_barrier((blocks, state))
+        return rank.joined(kv, blocks), state
 
     def compute(index, rounds, _, arrivals, state):
-        following = rank.pull(kv, index + 1, rounds)
-        k, v = jnp.split(arrivals, 2, axis=1)
+        blocks = rank.pull(kv, index + 1, rounds)
         work, mask = rank.stage(index)
-        state = block_attention(q, k, v, mask, work, state, **rank.options)
-        return lax.optimization_barrier((following, state))
+        state = block_attention(q, *arrivals, mask, work, state, **rank.options)
+        blocks, state = lax.optimization_barrier((blocks, state))
+        return rank.joined(kv, blocks), state
 
     state: AttentionState = rank.run(local, compute)
     return state.out.astype(q.dtype)[None], state.lse.T[None]
@@ -264,33 +267,33 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
     first = jnp.minimum(jnp.isnan(delta[0, 0, 0]).astype(jnp.int32), 0)
 
     def local(rounds):
-        following = rank.pull(kv, first, rounds)
-        operands = k, v, *own, rank.own_mask, rank.own_work
-        dq, *dkv = block_attention_grad(q, *operands, **rank.options)
-        following, dq, dkv = lax.optimization_barrier((following, dq, dkv))
-        rows = rank.plan.recv_block.shape[1] * rank.shape.block_size
-        nothing = jnp.zeros((rows, 2 * k.shape[1], k.shape[2]), jnp.float32)
-        return following, (dq, jnp.concatenate(dkv, axis=1), nothing)
+        blocks = rank.pull(kv, first, rounds)
+        dq, *dkv = block_attention_grad(q, *kv, *own, rank.own_mask, rank.own_work, **rank.options)
+        blocks, dq, dkv = lax.optimization_barrier((blocks, dq, dkv))
+        arrivals = rank.joined(kv, blocks)
+        return arrivals, (dq, dkv, [jnp.zeros(x.shape, jnp.float32) for x in arrivals])
 
     def compute(index, rounds, back, arrivals, carry):
         dq, dkv, parts = carry
-        following = rank.pull(kv, index + 1, rounds)
-        returned = rank.push(parts, index - 1, back)
-        k, v = jnp.split(arrivals, 2, axis=1)
+        blocks = rank.pull(kv, index + 1, rounds)
+        # The old sums are packed before the kernel writes new ones, perhaps in their place.
+        leaving, later_q = lax.optimization_barrier((rank.packed(parts, back), q))
+        returned = rank.push(leaving, index - 1, back)
         work, mask = rank.stage(index)
-        dq, *parts = block_attention_grad(q, k, v, *own, mask, work, dq, **rank.options)
+        dq, *parts = block_attention_grad(later_q, *arrivals, *own, mask, work, dq, **rank.options)
         # Sums wait for the barrier, lest the last transfer starts late to hide behind them.
-        following, returned, dq, parts = lax.optimization_barrier((following, returned, dq, parts))
-        dkv = rank.add(dkv, returned, index - 1, back)
-        return following, (dq, dkv, jnp.concatenate(parts, axis=1))
+        blocks, returned, dq, parts = lax.optimization_barrier((blocks, returned, dq, parts))
+        return rank.joined(kv, blocks), (dq, rank.add(dkv, returned, index - 1, back), parts)
 
     def finish(index, back, carry):
         dq, dkv, parts = carry
-        return dq, rank.add(dkv, rank.push(parts, index, back), index, back), parts
+        returned = rank.push(rank.packed(parts, back), index, back)
+        return dq, rank.add(dkv, returned, index, back), parts
 
-    pull = functools.partial(rank.pull, kv)
-    dq, dkv, _ = rank.run(local, compute, (pull, finish))
-    dk, dv = jnp.split(dkv, 2, axis=1)
+    def pull(index, rounds):
+        return rank.joined(kv, rank.pull(kv, index, rounds))
+
+    dq, (dk, dv), _ = rank.run(local, compute, (pull, finish))
     return dq[None], dk[None], dv[None]
 
 
@@ -325,38 +328,46 @@ class _Rank:
         mask = self.own_mask._replace(kv_index=rows_to_places(self.plan, rows.reshape(-1)))
         return work, mask
 
-    def pull(self, kv: tuple[jax.Array, jax.Array], index, rounds) -> jax.Array:
-        """Sends own blocks through the rounds of a stage; returns what arrives, in order.
-
-        All stages return as many rows, whatever their group, and zeros where they bring nothing.
-        """
+    def pull(self, kv: Sequence[jax.Array], index, rounds) -> Sequence[jax.Array] | jax.Array:
+        """Sends own blocks through the rounds of a stage; returns the ones that arrive."""
         size = self.shape.block_size
         payloads = [
             jnp.concatenate([lax.dynamic_slice_in_dim(x, first, size) for x in kv], axis=1)
             for first in self._sent_rows(index, rounds)
         ]
-        arrivals = [*transfer(payloads, rounds, self.shape, self.axes, self._sources(index))]
-        missing = self.plan.recv_block.shape[1] - len(rounds)
-        if missing:  # arrays of no rows make XLA's partitioner crash inside a scan
-            heads, dim = 2 * kv[0].shape[1], kv[0].shape[2]
-            arrivals.append(jnp.zeros((missing * size, heads, dim), kv[0].dtype))
-        return jnp.concatenate(arrivals)
+        return transfer(payloads, rounds, self.shape, self.axes, self._sources(index))
 
-    def push(self, parts: jax.Array, index, rounds) -> Sequence[jax.Array] | jax.Array:
+    def joined(self, kv: Sequence[jax.Array], blocks) -> list[jax.Array]:
+        """The keys and the values of a stage from what `pull` returned.
+
+        All stages have as many rows, whatever their group, and zeros where they bring nothing.
+        """
+        rows = self.plan.recv_block.shape[1] * self.shape.block_size
+        pieces = [jnp.split(block, 2, axis=1) for block in blocks]
+        rest = rows - len(pieces) * self.shape.block_size
+        # Arrays of no rows make XLA's partitioner crash inside a scan.
+        zeros = [[jnp.zeros((rest, *x.shape[1:]), x.dtype) for x in kv]] if rest else []
+        return [jnp.concatenate(x) for x in zip(*pieces, *zeros, strict=True)]
+
+    def packed(self, parts: Sequence[jax.Array], rounds) -> list[jax.Array]:
+        """The partial dk and dv of a stage's blocks, as they travel."""
+        shape = len(parts[0]) // self.shape.block_size, self.shape.block_size
+        blocks = [x.reshape(*shape, *x.shape[1:]) for x in parts]
+        return [jnp.concatenate([x[i] for x in blocks], axis=1) for i in range(len(rounds))]
+
+    def push(self, leaving, index, rounds) -> Sequence[jax.Array] | jax.Array:
         """Sends partial sums back to the owners of a stage's blocks; returns what comes here."""
-        if not rounds:
-            return []
-        blocks = parts.reshape(-1, self.shape.block_size, *parts.shape[1:])[: len(rounds)]
         sources = self._sources(index)
-        return transfer(list(blocks), rounds, self.shape, self.axes, sources, back=True)
+        return transfer(leaving, rounds, self.shape, self.axes, sources, back=True)
 
-    def add(self, dkv: jax.Array, returned, index, rounds) -> jax.Array:
+    def add(self, dkv: Sequence[jax.Array], returned, index, rounds) -> list[jax.Array]:
         """Adds what `push` returned to the sums of the blocks that this rank sent."""
-        size = self.shape.block_size
-        for first, part in zip(self._sent_rows(index, rounds), returned, strict=True):
-            total = lax.dynamic_slice_in_dim(dkv, first, size) + part
-            dkv = lax.dynamic_update_slice_in_dim(dkv, total, first, axis=0)
-        return dkv
+        size, sums = self.shape.block_size, list(dkv)
+        for first, block in zip(self._sent_rows(index, rounds), returned, strict=True):
+            for i, part in enumerate(jnp.split(block, 2, axis=1)):
+                total = lax.dynamic_slice_in_dim(sums[i], first, size) + part
+                sums[i] = lax.dynamic_update_slice_in_dim(sums[i], total, first, axis=0)
+        return sums
 
     def _sources(self, index) -> jax.Array | None:
         return None if self.sources is None else self.sources[:, index]
