@@ -9,7 +9,7 @@ import heapq
 import numpy as np
 
 from fcp_jax.blocks import Blocks, query_costs
-from fcp_jax.placement import Ranks, zigzag_slots
+from fcp_jax.ranks import Ranks, zigzag_slots
 from fcp_jax.ring import all_gather_blocks, ring_blocks
 from fcp_jax.segments import Segments
 

@@ -1,7 +1,6 @@
 """Making a plan: segments -> blocks -> placement -> transfers -> rounds -> tables. Host, numpy."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from fcp_jax.baselines import bytescale_blocks, magi_blocks, wlb_blocks
 from fcp_jax.blocks import Blocks, block_pairs, query_costs
 from fcp_jax.config import PlanConfig
-from fcp_jax.placement import place_windows
+from fcp_jax.layouts import Layout, pull_layout, window_layout
 from fcp_jax.plan import TABLES, Plan, PlanShape, pad_plan
 from fcp_jax.ring import all_gather_blocks, ring_blocks
 from fcp_jax.rounds import Schedule, max_degree, occurrence, schedule
@@ -23,33 +22,8 @@ _FINEST_BLOCK = 2048
 (docs/planner.md), and a kernel loses 5% (cuDNN on an H200, causal, one block a launch: 618 TFLOP/s
 with 4096 rows, 590 with 2048, 430 with 1024)."""
 
-
-_BANDWIDTH = 25.0
-"""GB/s a rank may need before it counts against a choice: half of a 400 Gbit/s link."""
-
-_COMPUTE_TOLERANCE = 0.05
-"""Compute imbalance that a choice may have before anything else about it counts."""
-
-
 _GATHERING = ("ring", "all_gather", "wlb")
 """Methods with one block a rank, which visits every other rank."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Layout:
-    """Cutting and placement of one row, and what follows for communication."""
-
-    segments: Segments
-    blocks: Blocks
-    rank: np.ndarray  # [num_blocks]
-    pairs: tuple[np.ndarray, np.ndarray]  # (query block, kv block)
-    transfer_block: np.ndarray  # [num_transfers]
-    transfer_dst: np.ndarray  # [num_transfers]
-
-    @functools.cached_property
-    def slot(self) -> np.ndarray:
-        """[num_blocks], blocks of a rank in order."""
-        return occurrence(self.rank)
 
 
 def make_plan(segments, config: PlanConfig) -> Plan:
@@ -173,15 +147,17 @@ def _transport(config: PlanConfig) -> tuple[str, str]:
 
 def _lay_out(
     segments: Segments, config: PlanConfig, block_size: int, num_slots: int, transport: str
-) -> _Layout:
+) -> Layout:
     ranks, tokens, causal = config.num_ranks, config.tokens_per_rank, config.causal
     if config.method == "fcp":
-        return _best_windows(segments, config, block_size, num_slots, transport)
+        return window_layout(segments, config, block_size, num_slots, transport)
     if config.method == "magi":
-        return _placed(*magi_blocks(segments, ranks, tokens, block_size, causal), segments, config)
+        return pull_layout(
+            *magi_blocks(segments, ranks, tokens, block_size, causal), segments, config
+        )
     if config.method == "bytescale":
         placed = bytescale_blocks(segments, ranks, tokens, block_size, num_slots)
-        return _placed(*placed, segments, config)
+        return pull_layout(*placed, segments, config)
     if config.method == "ring":
         blocks = ring_blocks(segments, ranks, block_size)
     elif config.method == "wlb":
@@ -191,62 +167,7 @@ def _lay_out(
     # Every rank's block visits every other rank.
     block, dst = np.nonzero(~np.eye(blocks.num_blocks, ranks, dtype=bool))
     rank, pairs = np.arange(blocks.num_blocks), block_pairs(blocks, causal)
-    return _Layout(segments, blocks, rank, pairs, block, dst)
-
-
-def _placed(blocks: Blocks, rank: np.ndarray, segments: Segments, config: PlanConfig) -> _Layout:
-    """The layout in which every rank pulls each block that it needs and does not own, once."""
-    ranks = config.num_ranks
-    query, kv = pairs = block_pairs(blocks, config.causal)
-    remote = rank[query] != rank[kv]
-    keys = np.unique(kv[remote] * ranks + rank[query[remote]])
-    return _Layout(segments, blocks, rank, pairs, keys // ranks, keys % ranks)
-
-
-def _window_choices(num_ranks: int) -> list[dict[str, Any]]:
-    """Arguments of `place_windows` worth a try; fewer for many ranks, for the time it takes.
-
-    Leveling evens out traffic up to 64 ranks. Beyond, it leaves too little to fill up computation
-    with, and the bandwidth that the least busy ranks need grows (docs/planner.md).
-    """
-    level = num_ranks <= 64
-    choices: list[dict[str, Any]] = [
-        {"spread": 1.0, "only_roomy": True, "level": level},
-        {"spread": 1.3, "only_roomy": False, "level": False},
-        {"spread": 1.7, "only_roomy": False, "level": level},
-        {"spread": 1.0, "only_roomy": False, "level": False},
-    ]
-    return choices[: 4 if num_ranks <= 128 else 3 if num_ranks <= 256 else 1]
-
-
-def _best_windows(
-    segments: Segments, config: PlanConfig, block_size: int, num_slots: int, transport: str
-) -> _Layout:
-    """Tries windows of several widths; the best has few rounds, even traffic, little bandwidth."""
-    ranks = config.num_ranks
-    speeds = np.ones(ranks) if config.rank_speeds is None else np.array(config.rank_speeds)
-    best, lowest = None, np.inf
-    for choice in _window_choices(ranks):
-        blocks, rank = place_windows(
-            segments, ranks, block_size, num_slots, config.causal, speeds, **choice
-        )
-        lay = _placed(blocks, rank, segments, config)
-        src, dst = lay.rank[lay.transfer_block], lay.transfer_dst
-        rounds = max_degree(src, dst)
-        if transport in ("xor", "shift"):
-            rounds = schedule(src, dst, ranks, transport, config.coalesce, True).num_rounds
-        pairs = np.bincount(rank, query_costs(blocks, segments, config.causal), ranks)
-        stays = np.zeros((ranks, ranks), np.int64)
-        stats = transfer_stats(config, block_size, pairs, src, dst, stays, rounds, transport)
-        penalty = np.log1p(rounds) + 0.5 * stats["comm_imbalance"]
-        penalty += 3.0 * np.log(max(stats["bandwidth_needed"] / _BANDWIDTH, 1.0))
-        if stats["compute_imbalance"] > _COMPUTE_TOLERANCE:
-            penalty += 100.0 * (1.0 + stats["compute_imbalance"])
-        penalty = round(float(penalty), 9)  # the logarithm's last bits are the machine's own
-        if penalty < lowest:
-            best, lowest = lay, penalty
-    assert best is not None
-    return best
+    return Layout(segments, blocks, rank, pairs, block, dst)
 
 
 def _moved_tokens(blocks: Blocks, rank: np.ndarray, config: PlanConfig) -> np.ndarray:
@@ -309,7 +230,7 @@ def _joint_static_groups(row_groups: list, num_ranks: int):
 
 
 def _row_tables(
-    lay: _Layout, shape: PlanShape, rounds: Schedule, chunks, dispatch: Schedule
+    lay: Layout, shape: PlanShape, rounds: Schedule, chunks, dispatch: Schedule
 ) -> dict[str, Any]:
     """The tables of one row, with a leading axis of 1."""
     ranks, slots, block_size = shape.num_ranks, shape.num_slots, shape.block_size
@@ -396,7 +317,7 @@ def _join(plans: list[Plan]) -> Plan:
 
 
 def _stats(
-    lay: _Layout,
+    lay: Layout,
     shape: PlanShape,
     config: PlanConfig,
     rounds: Schedule,

@@ -158,6 +158,26 @@ def shift_groups(
     return tuple(groups)
 
 
+def pulls_within_rounds(pulled: np.ndarray, transport: str, coalesce: int) -> np.ndarray:
+    """Returns how much each rank may pull from each other before `schedule` needs more rounds.
+
+    Args:
+      pulled: integers [N, N], payloads that each rank (row) pulls from each other (column) now.
+      transport: "xor" or "shift", with groups by distance.
+      coalesce: most rounds a group.
+    """
+    num_ranks = len(pulled)
+    to, source = np.indices(pulled.shape)
+    shift = to ^ source if transport == "xor" else (to - source) % num_ranks
+    most = np.zeros(num_ranks, np.int64)
+    np.maximum.at(most, shift, pulled)
+    for shifts in shift_groups(num_ranks, transport, coalesce, by_distance=True):
+        group = list(shifts)
+        times = len(group) // len(set(group))
+        most[group] = -(-most[group].max() // times) * times
+    return most[shift]
+
+
 def permutation(transport: str, round_: Round, num_ranks: int) -> list[tuple[int, int]]:
     """Returns the (src, dst) pairs that a round may use."""
     if isinstance(round_, tuple):

@@ -70,6 +70,11 @@ def imbalance(loads: np.ndarray) -> float:
     return float(loads.max()) / mean - 1.0 if mean else 0.0
 
 
+def seconds_per_pair(config: PlanConfig) -> float:
+    """Returns the forward time of one token pair, all heads, at `KERNEL_TFLOPS`."""
+    return 4.0 * config.num_q_heads * config.head_dim / (KERNEL_TFLOPS * 1e12)
+
+
 def transfer_stats(
     config: PlanConfig,
     block_size: int,
@@ -97,8 +102,7 @@ def transfer_stats(
     sent = np.bincount(src, minlength=ranks) * block_bytes
     received = np.bincount(dst, minlength=ranks) * block_bytes
     speeds = np.ones(ranks) if config.rank_speeds is None else np.array(config.rank_speeds)
-    flops = 4.0 * config.num_q_heads * config.head_dim * rank_pairs
-    seconds = flops / (KERNEL_TFLOPS * 1e12 * speeds)
+    seconds = seconds_per_pair(config) * rank_pairs / speeds
     larger = np.maximum(sent, received)
     busy = larger > 0
     with np.errstate(divide="ignore"):

@@ -6,13 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_jax.blocks import query_costs
-from fcp_jax.placement import (
-    place_windows,
-    token_pairs,
-    window_sizes,
-    zigzag_pairs,
-    zigzag_slots,
-)
+from fcp_jax.placement import place_windows, window_sizes
+from fcp_jax.ranks import token_pairs, zigzag_pairs, zigzag_slots
 from fcp_jax.segments import Segments
 
 
@@ -26,17 +21,19 @@ def test_every_token_has_one_place_and_slots_suffice(data):
     lengths = [n for n, end in zip(lengths, np.cumsum(lengths), strict=True) if end <= capacity]
     segments = Segments.from_seqlens(np.array(lengths, np.int64))
     speeds = np.array(data.draw(st.lists(st.floats(0.5, 2), min_size=16, max_size=16)))[:num_ranks]
-    blocks, rank = place_windows(
+    placed = place_windows(
         segments,
         num_ranks,
         block_size,
         num_slots,
         data.draw(st.booleans()),
         speeds,
-        spread=data.draw(st.sampled_from([1.0, 1.7])),
+        even=data.draw(st.sampled_from([0.0, 1.0, 2.0])),
         only_roomy=data.draw(st.booleans()),
-        level=data.draw(st.booleans()),
     )
+    if data.draw(st.booleans()):
+        placed.level(1.0, None)
+    blocks, rank = placed.blocks()
     assert np.bincount(rank, minlength=num_ranks).max(initial=0) <= num_slots
     assert (blocks.offset + blocks.length <= block_size).all()
     held = np.zeros(segments.num_tokens, np.int64)
@@ -72,7 +69,7 @@ def test_windows_nest(num_ranks):
 def test_work_follows_the_speed_of_ranks():
     segments = Segments.from_seqlens(np.array([512] * 16))
     speeds = np.array([1.0, 1.0, 2.0, 2.0])
-    blocks, rank = place_windows(segments, 4, 128, 24, True, speeds)
+    blocks, rank = place_windows(segments, 4, 128, 24, True, speeds).blocks()
     work = np.bincount(rank, weights=query_costs(blocks, segments, True), minlength=4)
     finish = work / speeds
     assert finish.max() <= 1.1 * work.sum() / speeds.sum()
@@ -81,7 +78,7 @@ def test_work_follows_the_speed_of_ranks():
 def test_a_rank_holds_neighbors_of_the_zigzag_order():
     """32 blocks on 4 ranks: rank i holds blocks 4i..4i+3 and their mirror images, in some order."""
     segments = Segments.from_seqlens(np.array([32 * 64]))
-    blocks, rank = place_windows(segments, 4, 64, 10, True, np.ones(4))
+    blocks, rank = place_windows(segments, 4, 64, 10, True, np.ones(4)).blocks()
     place = blocks.start // 64
     outer = np.minimum(place, 31 - place) // 4
     for one in range(4):
