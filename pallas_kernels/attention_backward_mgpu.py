@@ -30,8 +30,9 @@ from pallas_kernels.mgpu_common import (
     ROW,
     ROWS,
     TILED,
+    divide,
     load,
-    unit_plan,
+    take_number,
 )
 from pallas_kernels.tile_schedule import TileSchedule
 from pallas_kernels.work_list import TokenMask
@@ -103,9 +104,9 @@ def backward(
 
     def kernel(
         q_ref, k_ref, v_ref, do_ref, stats_ref, spans_ref, index_ref, order_ref, num_live_ref,
-        starts_ref, num_masked_ref, tiles_ref, dq_ref, dk_out, dv_out, k_smem, v_smem,
+        starts_ref, num_masked_ref, tiles_ref, counter_ref, dq_ref, dk_out, dv_out, k_smem, v_smem,
         q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, p_smem, kv_full, kv_empty, q_full,
-        do_full, empty, spans_full, ds_full, ds_empty,
+        do_full, empty, spans_full, ds_full, ds_empty, unit_smem, unit_full, unit_empty,
     ):  # fmt: skip
         cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
@@ -118,23 +119,48 @@ def backward(
             value = plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
             return value + start if interpret else value
 
-        def plan():
-            rounds, unit = unit_plan(cta, num_ctas, num_live_ref[0], 1, num_kv_heads, order_ref)
+        # Units of work, (kv head, kv tile), go to whoever is free: the warpgroup that copies takes
+        # the next number and tells the others. Heads one after the other keep the tiles and dq that
+        # all thread blocks work on in L2; longest first evens the ends.
+        num_live = num_live_ref[0]
 
-            def unit_at(r):
-                kv_head, tile, _ = unit(r)
+        def next_unit(r, takes):
+            """Number of the r-th unit of this thread block."""
+            if interpret:
+                return r * num_ctas + cta
+            slot = lax.rem(r, 2)
+            if takes:
+                pl.when(r >= 2)(lambda: plgpu.barrier_wait(unit_empty.at[slot]))
+                take_number(counter_ref, unit_smem.at[slot])
+                plgpu.barrier_arrive(unit_full.at[slot])
+            plgpu.barrier_wait(unit_full.at[slot])
+            unit = lax.optimization_barrier(unit_smem[slot, 0])
+            plgpu.barrier_arrive(unit_empty.at[slot])
+            return unit
+
+        def run_units(run_unit, takes=False):
+            """Folds step = run_unit(r, unit, step) over this block's units, from step 0."""
+
+            def body(state):
+                r, unit, step = state
+                kv_head, row = divide(unit, jnp.maximum(num_live, 1))
+                tile = order_ref[row]
                 begin = starts_ref[tile]
-                return kv_head, tile, begin, starts_ref[tile + 1] - begin, num_masked_ref[tile]
+                unit = kv_head, tile, begin, starts_ref[tile + 1] - begin, num_masked_ref[tile]
+                step = run_unit(r, unit, step)
+                return r + 1, next_unit(r + 1, takes), step
 
-            return rounds, unit_at
+            zero = jnp.int32(0)
+            start = zero, next_unit(zero, takes), zero
+            end = lax.while_loop(lambda state: state[1] < num_live * num_kv_heads, body, start)
+            return end[0], end[2]
 
         @pl.when(wg < 2)
         def _compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            rounds, unit_at = plan()
 
-            def run_unit(r, first_step):
-                kv_head, tile, begin, count, num_masked = unit_at(r)
+            def run_unit(_, unit, first_step):
+                kv_head, tile, begin, count, num_masked = unit
                 rows = pl.ds(tile * (2 * ROWS) + wg * ROWS, ROWS)
                 index = load(index_ref.at[rows], ROW)
                 plgpu.barrier_wait(kv_full)
@@ -213,7 +239,7 @@ def backward(
 
                 return pl.run_scoped(run_heads, *[plgpu.ACC((ROWS, dim), jnp.float32)] * 2)
 
-            steps = lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
+            _, steps = run_units(run_unit)
             if interpret:  # which wants every arrival observed
                 plgpu.barrier_arrive(empty.at[lax.rem(steps + stages - 1, stages)])
                 for i in range(_DS_BUFFERS):
@@ -222,14 +248,13 @@ def backward(
         @pl.when(wg == 2)
         def _dq():
             plgpu.set_max_registers(config.dq_registers, action="decrease")
-            rounds, unit_at = plan()
             num_chunks = dim // ROWS
             for i in range(_DS_BUFFERS):
                 plgpu.barrier_arrive(ds_empty.at[i])
             plgpu.barrier_arrive(empty.at[stages - 1])  # as the others do in step 0
 
-            def run_unit(r, step):
-                kv_head, _, begin, count, _ = unit_at(r)
+            def run_unit(_, unit, step):
+                kv_head, _, begin, count, _ = unit
                 plgpu.barrier_wait(kv_full)
 
                 def visit(head, j, step):
@@ -271,16 +296,15 @@ def backward(
                 plgpu.barrier_arrive(kv_empty)
                 return step
 
-            lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
+            run_units(run_unit)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == 3)
         def _copy():
             plgpu.set_max_registers(config.copy_registers, action="decrease")
-            rounds, unit_at = plan()
 
-            def run_unit(r, step):
-                kv_head, tile, begin, count, num_masked = unit_at(r)
+            def run_unit(r, unit, step):
+                kv_head, tile, begin, count, num_masked = unit
                 pl.when(r > 0)(lambda: plgpu.barrier_wait(kv_empty))
                 for w in range(2):
                     rows = pl.ds(tile * (2 * ROWS) + w * ROWS, ROWS)
@@ -316,7 +340,7 @@ def backward(
 
                 return lax.fori_loop(0, group, run_head, step)
 
-            steps = lax.fori_loop(0, rounds, run_unit, jnp.int32(0))
+            rounds, steps = run_units(run_unit, takes=True)
             if interpret:  # which wants every arrival observed
 
                 def drain(j, _):
@@ -346,6 +370,9 @@ def backward(
             spans_full=plgpu.Barrier(num_barriers=stages),
             ds_full=plgpu.Barrier(num_arrivals=2, num_barriers=_DS_BUFFERS),
             ds_empty=plgpu.Barrier(num_barriers=_DS_BUFFERS),
+            unit_smem=plgpu.SMEM((2, 1), jnp.int32),
+            unit_full=plgpu.Barrier(num_barriers=2),
+            unit_empty=plgpu.Barrier(num_arrivals=4, num_barriers=2),
         ),
         grid=(num_ctas,),
         grid_names=("cta",),
@@ -356,11 +383,16 @@ def backward(
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
-    dq, dk, dv = (
+    counter, dq, dk, dv = (
         jax.new_ref(jnp.zeros(shape, dt))
-        for shape, dt in ((q.shape, jnp.int32), (k.shape, jnp.float32), (v.shape, jnp.float32))
+        for shape, dt in (
+            ((1,), jnp.int32),
+            (q.shape, jnp.int32),
+            (k.shape, jnp.float32),
+            (v.shape, jnp.float32),
+        )
     )
-    launch(q, k, v, dout, stats, spans, mask.kv_index, *schedule, dq, dk, dv)
+    launch(q, k, v, dout, stats, spans, mask.kv_index, *schedule, counter, dq, dk, dv)
     return dq[...] * quantum.T[..., None], dk[...], dv[...]
 
 

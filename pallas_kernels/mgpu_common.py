@@ -5,7 +5,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref
 
 LOG2_E = math.log2(math.e)
 ROWS = 64  # the M of a wgmma instruction: tile rows that one compute warpgroup owns
@@ -61,6 +64,30 @@ def unit_plan(cta, num_ctas: int, num_live, per_row: int, num_sections: int, ord
         return lax.select(together, mixed_section, section), order_ref[row], part
 
     return rounds, unit_at
+
+
+def take_number(counter_ref, out_ref) -> None:
+    """Writes the counter's value to out_ref[0] and adds 1 to it, by one thread.
+
+    Args:
+      counter_ref: int32 [1] in global memory.
+      out_ref: int32 [1] in shared memory; what arrives on a barrier next makes it visible.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def take(ctx, counter, out):
+        del ctx
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
+            old = llvm.atomicrmw(
+                llvm.AtomicBinOp.add,
+                mgpu_utils.memref_ptr(counter),
+                arith.constant(i32, 1),
+                llvm.AtomicOrdering.monotonic,
+            )
+            memref.store(old, out, [arith.constant(index, 0)])
+
+    take(counter_ref, out_ref)
 
 
 def divide(a, b):
