@@ -91,6 +91,7 @@ def window_layout(
             speeds,
             even=even,
             only_roomy=only_roomy,
+            tokens_per_rank=config.tokens_per_rank,
         )
         _level(placed, config, transport)
         layout = pull_layout(*placed.blocks(), segments, config)

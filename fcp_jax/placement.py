@@ -50,6 +50,7 @@ def place_windows(
     *,
     even: float = 0.0,
     only_roomy: bool = False,
+    tokens_per_rank: int | None = None,
 ) -> Ranks:
     """Cuts segments into blocks and gives each a rank.
 
@@ -65,6 +66,8 @@ def place_windows(
         segments' ranks less traffic for the same computation; 1 or more makes up for it.
       only_roomy: cut finer or take a wider window rather than one in which not every unit fits;
         else the units that do not fit go to the ranks around.
+      tokens_per_rank: rows of the caller's layout on each rank: segments that stay whole prefer
+        the rank that has them already, while it has less than its fair share.
 
     Returns:
       The ranks with everything placed; `Ranks.blocks` makes blocks of it.
@@ -84,7 +87,10 @@ def place_windows(
         later = unplaced - length
         sliver = length <= block_size // 4  # not worth a transfer, whatever it does to balance
         small = sliver or cost <= _WHOLE * fair
-        if small and ranks.take_whole(run, ANY_LOAD if sliver else LIMIT * fair):
+        home = None if tokens_per_rank is None else (run[0] + length // 2) // tokens_per_rank
+        if small and home is not None and ranks.take_at(home, run, fair):
+            unplaced = later
+        elif small and ranks.take_whole(run, ANY_LOAD if sliver else LIMIT * fair):
             unplaced = later
         elif cost < _FILLER * fair or ranks.tokens_left - needed * block_size < later:
             fillers.append((segment, run))

@@ -84,9 +84,14 @@ class Ranks:
 
     def take_whole(self, run: Run, limit: float) -> bool:
         """Puts a run behind others on the least loaded rank with the room, if within the limit."""
-        finish = np.where(self.room >= run[1], self.load, np.inf)
-        rank = int(np.argmin(finish))
-        if not finish[rank] + self.cost([[run]]) / self.speeds[rank] <= limit:
+        return self.take_at(
+            int(np.argmin(np.where(self.room >= run[1], self.load, np.inf))), run, limit
+        )
+
+    def take_at(self, rank: int, run: Run, limit: float) -> bool:
+        """Puts a run behind others on a rank, if there is room and its load stays in the limit."""
+        finish = self.load[rank] + self.cost([[run]]) / self.speeds[rank]
+        if self.room[rank] < run[1] or not finish <= limit:
             return False
         self.share(rank, run)
         return True

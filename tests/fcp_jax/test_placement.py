@@ -30,6 +30,7 @@ def test_every_token_has_one_place_and_slots_suffice(data):
         speeds,
         even=data.draw(st.sampled_from([0.0, 1.0, 2.0])),
         only_roomy=data.draw(st.booleans()),
+        tokens_per_rank=data.draw(st.sampled_from([None, num_slots * block_size])),
     )
     if data.draw(st.booleans()):
         placed.level(1.0, None)
@@ -83,3 +84,12 @@ def test_a_rank_holds_neighbors_of_the_zigzag_order():
     outer = np.minimum(place, 31 - place) // 4
     for one in range(4):
         assert len(np.unique(outer[rank[blocks.block] == one])) == 1
+
+
+def test_short_segments_stay_where_the_caller_has_them():
+    """16 equal segments, four on each rank's rows: nothing needs to move."""
+    segments = Segments.from_seqlens(np.array([256] * 16))
+    blocks, rank = place_windows(
+        segments, 4, 128, 10, True, np.ones(4), tokens_per_rank=1024
+    ).blocks()
+    np.testing.assert_array_equal(rank[blocks.block], blocks.start // 1024)
