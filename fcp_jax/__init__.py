@@ -20,6 +20,7 @@ from fcp_jax.validate import InvalidPlanError, validate_plan
 
 if TYPE_CHECKING:
     from fcp_jax.check import check_batch
+    from fcp_jax.explanation import explain
     from fcp_jax.layers import FCPAttention, FCPAttentionFn, apply_rope
     from fcp_jax.reshuffle import dispatch, undispatch
     from fcp_jax.staged_attention import attention
@@ -28,6 +29,7 @@ _ON_FIRST_USE = {
     "attention": "fcp_jax.staged_attention",
     "check_batch": "fcp_jax.check",
     "dispatch": "fcp_jax.reshuffle",
+    "explain": "fcp_jax.explanation",
     "undispatch": "fcp_jax.reshuffle",
     "FCPAttention": "fcp_jax.layers",
     "FCPAttentionFn": "fcp_jax.layers",
@@ -50,6 +52,7 @@ __all__ = [
     "bucket_size",
     "check_batch",
     "dispatch",
+    "explain",
     "gpu_compiler_options",
     "make_batch_plan",
     "make_plan",

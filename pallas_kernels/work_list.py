@@ -98,5 +98,5 @@ class AttentionState(NamedTuple):
 
 
 def _count_below(values: jax.Array, bounds: jax.Array) -> jax.Array:
-    """Counts the values below each bound: on a GPU, one small kernel where a search takes dozens."""
+    """Counts the values below each bound: one small kernel where a search takes dozens."""
     return jnp.sum(values[:, None] < bounds, axis=0, dtype=jnp.int32)
