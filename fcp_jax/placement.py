@@ -22,6 +22,7 @@ from fcp_jax.ranks import (
     zigzag_pairs,
     zigzag_slots,
 )
+from fcp_jax.rounds import window_sizes
 from fcp_jax.segments import Segments
 
 LIMIT = 1.03
@@ -102,17 +103,6 @@ def place_windows(
         ranks.begin(segment, run)
         ranks.pour(run)
     return ranks
-
-
-def window_sizes(num_ranks: int) -> list[int]:
-    """Returns nested window sizes, 1 to num_ranks: each divides the next, by a prime."""
-    sizes, left, factor = [1], num_ranks, 2
-    while left > 1:
-        while left % factor == 0:
-            sizes.append(sizes[-1] * factor)
-            left //= factor
-        factor += 1
-    return sizes
 
 
 def _choose(

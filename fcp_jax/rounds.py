@@ -13,7 +13,8 @@ from fcp_jax.edge_coloring import color_edges
 
 Round = int | tuple[tuple[int, int], ...]
 """A shift s of the "xor" or "shift" family, the (src, dst) pairs of a static round, or the place
-of a round in a "ragged" stage, which may be any matching."""
+of a round in a "ragged" stage, which may be any matching. From num_ranks on, a "shift" round
+num_ranks + s adds s digit by digit (see `window_sizes`), without carry."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,11 +70,12 @@ def schedule(
       num_ranks: ranks.
       transport: "static" colors the edges of the bipartite multigraph, which takes exactly
         max-degree rounds (König 1916; paper: Communication Planner). "xor" and "shift" run the
-        permutations i -> i ^ s and i -> (i + s) mod num_ranks, each group of them as often as its
-        busiest (rank, s) needs. "ragged" makes stages of `coalesce` colors each, in which a rank
+        permutations i -> i ^ s and i -> i + s, each group of them as often as its busiest (rank, s)
+        needs. "ragged" makes stages of `coalesce` colors each, in which a rank
         orders what it sends by destination and what it receives by source.
       coalesce: most rounds a stage.
-      by_distance: see `shift_groups`.
+      by_distance: see `shift_groups`; "shift" then adds digit by digit, so that the ranks of a
+        window reach each other by the s below its size, as they do with "xor".
 
     Returns:
       The schedule. Transfers of one rank with the same s keep their order.
@@ -87,10 +89,10 @@ def schedule(
     first, apart, times = (np.zeros(num_ranks, np.int64) for _ in range(3))
     for index, shifts in enumerate(groups):
         different = len(set(shifts))
-        for position, shift in enumerate(shifts[:different]):
+        for position, shift in enumerate(s % num_ranks for s in shifts[:different]):
             group_of[shift], first[shift] = index, position
             apart[shift], times[shift] = different, len(shifts) // different
-    shift = src ^ dst if transport == "xor" else (dst - src) % num_ranks
+    shift = _shift(src, dst, num_ranks, transport, by_distance)
     turn, again = np.divmod(occurrence(src * num_ranks + shift), times[shift])
     trips = np.zeros(len(groups), np.int64)
     np.maximum.at(trips, group_of[shift], turn + 1)
@@ -136,7 +138,7 @@ def shift_groups(
       transport: "xor" or "shift".
       coalesce: most rounds a group.
       by_distance: group shifts of about the same distance, as placement into windows uses those
-        equally often: for "xor" the s of one highest bit, for "shift" s and num_ranks - s. Short
+        equally often: the s from one window size up to the next, added digit by digit. Short
         lists of near, often used shifts are repeated up to an eighth of `coalesce`, so that a
         stage brings several blocks. Else in ascending order.
     """
@@ -145,12 +147,11 @@ def shift_groups(
         return tuple(
             tuple(shifts[i : i + coalesce]) for i in range(0, num_ranks - 1, max(coalesce, 1))
         )
-    levels: dict[int, list[int]] = {}
-    for shift in shifts:
-        distance = shift if transport == "xor" else min(shift, num_ranks - shift)
-        levels.setdefault(distance.bit_length(), []).append(shift)
+    sizes = window_sizes(num_ranks)
+    base = num_ranks if transport == "shift" else 0
     groups: list[tuple[int, ...]] = []
-    for level in levels.values():
+    for size, wider in zip(sizes[:-1], sizes[1:], strict=True):
+        level = [base + shift for shift in range(size, wider)]
         chunks = -(-len(level) // coalesce)
         edges = [len(level) * i // chunks for i in range(chunks + 1)]
         repeats = max(coalesce // 8 // len(level), 1)
@@ -168,14 +169,46 @@ def pulls_within_rounds(pulled: np.ndarray, transport: str, coalesce: int) -> np
     """
     num_ranks = len(pulled)
     to, source = np.indices(pulled.shape)
-    shift = to ^ source if transport == "xor" else (to - source) % num_ranks
+    shift = _shift(source, to, num_ranks, transport, by_distance=True)
     most = np.zeros(num_ranks, np.int64)
     np.maximum.at(most, shift, pulled)
     for shifts in shift_groups(num_ranks, transport, coalesce, by_distance=True):
-        group = list(shifts)
+        group = [shift % num_ranks for shift in shifts]
         times = len(group) // len(set(group))
         most[group] = -(-most[group].max() // times) * times
     return most[shift]
+
+
+def window_sizes(num_ranks: int) -> list[int]:
+    """Returns nested window sizes, 1 to num_ranks: each divides the next, by a prime.
+
+    They are also the places of the digits in which ranks are written to add without carry.
+    """
+    sizes, left, factor = [1], num_ranks, 2
+    while left > 1:
+        while left % factor == 0:
+            sizes.append(sizes[-1] * factor)
+            left //= factor
+        factor += 1
+    return sizes
+
+
+def _shift(src: np.ndarray, dst: np.ndarray, num_ranks: int, transport: str, by_distance: bool):
+    """The s that leads from src to dst."""
+    if transport == "xor":
+        return src ^ dst
+    if not by_distance:
+        return (dst - src) % num_ranks
+    return _add_digits(dst, src, num_ranks, -1)
+
+
+def _add_digits(a, b, num_ranks: int, sign: int = 1):
+    """Adds or subtracts digit by digit, without carry."""
+    sizes = window_sizes(num_ranks)
+    total = np.zeros_like(a)
+    for size, wider in zip(sizes[:-1], sizes[1:], strict=True):
+        total += (a // size + sign * (b // size)) % (wider // size) * size
+    return total
 
 
 def permutation(transport: str, round_: Round, num_ranks: int) -> list[tuple[int, int]]:
@@ -184,6 +217,9 @@ def permutation(transport: str, round_: Round, num_ranks: int) -> list[tuple[int
         return list(round_)
     if transport == "xor":
         return [(i, i ^ round_) for i in range(num_ranks)]
+    if round_ >= num_ranks:
+        ranks = np.arange(num_ranks)
+        return list(enumerate(_add_digits(ranks, round_ - num_ranks, num_ranks).tolist()))
     return [(i, (i + round_) % num_ranks) for i in range(num_ranks)]
 
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_jax.blocks import query_costs
-from fcp_jax.placement import place_windows, window_sizes
+from fcp_jax.placement import place_windows
 from fcp_jax.ranks import token_pairs, zigzag_pairs, zigzag_slots
+from fcp_jax.rounds import permutation, shift_groups, window_sizes
 from fcp_jax.segments import Segments
 
 
@@ -93,3 +94,20 @@ def test_short_segments_stay_where_the_caller_has_them():
         segments, 4, 128, 10, True, np.ones(4), tokens_per_rank=1024
     ).blocks()
     np.testing.assert_array_equal(rank[blocks.block], blocks.start // 1024)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 6, 12, 24, 36, 96])
+def test_near_shifts_stay_in_their_window_and_reach_all_of_it(num_ranks):
+    """Added digit by digit, the shifts below a window's size lead from each rank to all others."""
+    rounds = [r for group in shift_groups(num_ranks, "shift", 16, True) for r in set(group)]
+    assert sorted(r - num_ranks for r in rounds) == list(range(1, num_ranks))
+    for size in window_sizes(num_ranks):
+        reached = [set() for _ in range(num_ranks)]
+        for round_ in range(num_ranks + 1, num_ranks + size):
+            pairs = permutation("shift", round_, num_ranks)
+            assert sorted(dst for _, dst in pairs) == list(range(num_ranks))
+            for src, dst in pairs:
+                reached[src].add(dst)
+        for rank in range(num_ranks):
+            window = set(range(rank // size * size, rank // size * size + size))
+            assert reached[rank] == window - {rank}
