@@ -21,6 +21,7 @@ import scipy
 
 import fcp_jax as fcp
 from fcp_jax.edge_coloring import color_edges
+from fcp_jax.stats import seconds_per_pair
 from fcp_jax.workloads import WORKLOADS, sample_seqlens
 
 TOKENS, BLOCK = 32768, 4096
@@ -60,16 +61,18 @@ def main() -> None:
 def sweep(workload: str, ranks: int, seeds: int) -> list[dict]:
     """Plans `seeds` batches; returns one record a figure and prints a line."""
     config = fcp.PlanConfig(ranks, TOKENS, BLOCK)
-    stats, lpt, longest, skipped = [], [], [], []
+    stats, lpt, fine_lpt, longest, alone, stays = [], [], [], [], [], []
     for seed in range(seeds):
         seqlens = sample_seqlens(workload, num_ranks=ranks, tokens_per_rank=TOKENS, seed=seed)
         plan = fcp.make_plan(seqlens, config)
         if seed == 0:
             fcp.validate_plan(plan)
         stats.append(plan.stats)
-        skipped.append(empty_rounds(plan))
-        lpt.append(plain_lpt_tokens(seqlens, ranks))
+        lpt.append(plain_lpt_tokens(seqlens, ranks, BLOCK))
+        fine_lpt.append(plain_lpt_tokens(seqlens, ranks, plan.shape.block_size))
         longest.append(int(seqlens.max()))
+        alone.append(bandwidth_of_longest(seqlens, config))
+        stays.append(tokens_that_stay(plan) / int(seqlens.sum()))
     sent = np.array([s.num_transfers * s.block_size for s in stats])
     degree = np.array([max(s.max_degree, 1) for s in stats])
     busy = [i for i, s in enumerate(stats) if s.bandwidth_needed > 10]
@@ -94,15 +97,22 @@ def sweep(workload: str, ranks: int, seeds: int) -> list[dict]:
         "bandwidth_needed_max": (max(s.bandwidth_needed for s in stats), "GB/s"),
         "bandwidth_needed_mean": (statistics.mean(s.bandwidth_needed for s in stats), "GB/s"),
         "bandwidth_above_25": (sum(s.bandwidth_needed > 25 for s in stats), "plans"),
+        "bandwidth_above_25_but_not_longest_segment_alone": (
+            sum(s.bandwidth_needed > 25 >= one for s, one in zip(stats, alone, strict=True)),
+            "plans",
+        ),
         "rounds_over_max_degree": (
             float(np.mean([s.num_rounds for s in stats] / degree)),
             "mean ratio",
         ),
-        "rounds_over_max_degree_without_empty_groups": (
-            float(np.mean((np.array([s.num_rounds for s in stats]) - skipped) / degree)),
-            "mean ratio",
-        ),
         "max_degree_mean": (float(degree.mean()), "blocks"),
+        "num_rounds_mean": (statistics.mean(s.num_rounds for s in stats), "rounds"),
+        "tokens_without_dispatch": (statistics.mean(stays), "fraction"),
+        "intra_node_bytes": (
+            sum(s.intra_node_bytes for s in stats)
+            / max(sum(s.intra_node_bytes + s.inter_node_bytes for s in stats), 1),
+            "fraction",
+        ),
         "memory_over_tokens_per_rank": (stats[0].memory_tokens_max / TOKENS, "ratio"),
     }
     name = f"{workload}_{ranks}"
@@ -112,10 +122,15 @@ def sweep(workload: str, ranks: int, seeds: int) -> list[dict]:
     ]
     if sum(lpt):
         ring = 2 * ranks * (ranks - 1) * TOKENS // 2
-        for reference, tokens in (("plain LPT", sum(lpt)), ("ring, all-gather", ring * seeds)):
+        references = {
+            "plain LPT": sum(lpt),
+            "plain LPT of the same blocks": sum(fine_lpt),
+            "ring": ring * seeds,  # all-gather moves the same
+        }
+        for reference, tokens in references.items():
             records.append(
                 {
-                    "case": f"{name}_bytes_against_{reference.split(',')[0].replace(' ', '_')}",
+                    "case": f"{name}_bytes_against_{reference.replace(' ', '_')}",
                     "value": float(sent.sum()) / seeds * config.kv_bytes_per_token,
                     "unit": "bytes a batch",
                     "reference": reference,
@@ -125,21 +140,30 @@ def sweep(workload: str, ranks: int, seeds: int) -> list[dict]:
                 }
             )
     short = {key: round(float(value), 3) for key, (value, _) in figures.items()}
-    print(name, short, "bytes/LPT %.2f" % (sent.sum() / max(sum(lpt), 1)), flush=True)
+    ratios = [sent.sum() / max(sum(tokens), 1) for tokens in (lpt, fine_lpt)]
+    print(name, short, "bytes/LPT, coarse and same blocks", np.round(ratios, 2), flush=True)
     return records
 
 
-def empty_rounds(plan: fcp.Plan) -> int:
-    """Counts the rounds of groups that carry nothing and run because every group runs once."""
-    ends = np.cumsum(plan.trips)
-    return sum(
-        len(rounds) * int(trips)
-        for rounds, end, trips in zip(plan.shape.groups, ends, plan.trips, strict=True)
-        if (plan.send_slot[:, :, end - trips : end] < 0).all()
-    )
+def bandwidth_of_longest(seqlens: np.ndarray, config: fcp.PlanConfig) -> float:
+    """Returns the GB/s of a rank that pulls all of the longest segment in a fair share's time.
+
+    Whoever computes the segment's last row does, less its own rows, wherever blocks lie.
+    """
+    pairs = float((seqlens * (seqlens + 1) // 2).sum()) / config.num_ranks
+    seconds = pairs * seconds_per_pair(config)
+    return int(seqlens.max()) * config.kv_bytes_per_token / seconds / 1e9
 
 
-def plain_lpt_tokens(seqlens: np.ndarray, ranks: int) -> int:
+def tokens_that_stay(plan: fcp.Plan) -> int:
+    """Counts tokens whose rank is the same in the caller's layout and the plan's."""
+    rank = plan.fragment_row[0] // plan.shape.plan_rows_per_rank
+    begin, end = plan.fragment_start[0], plan.fragment_start[0] + plan.fragment_length[0]
+    own = np.minimum(end, (rank + 1) * TOKENS) - np.maximum(begin, rank * TOKENS)
+    return int(own.clip(0).sum())
+
+
+def plain_lpt_tokens(seqlens: np.ndarray, ranks: int, block_size: int) -> int:
     """Returns the tokens whose keys and values travel under plain LPT over zigzag pairs.
 
     Full blocks i and n-1-i of a segment go to the rank with the least work, costliest pair first;
@@ -147,13 +171,13 @@ def plain_lpt_tokens(seqlens: np.ndarray, ranks: int) -> int:
     """
     units = []
     for segment, length in enumerate(seqlens.tolist()):
-        full, rest = divmod(length, BLOCK)
-        pair_cost = BLOCK * (full - 1) * BLOCK + BLOCK * (BLOCK + 1)
+        full, rest = divmod(length, block_size)
+        pair_cost = block_size * (full - 1) * block_size + block_size * (block_size + 1)
         units += [(pair_cost, segment, i, full - 1 - i) for i in range(full // 2)]
         if full % 2:
             units.append((pair_cost // 2, segment, full // 2, full // 2))
         if rest:
-            units.append((rest * full * BLOCK + rest * (rest + 1) // 2, segment, full, full))
+            units.append((rest * full * block_size + rest * (rest + 1) // 2, segment, full, full))
     units.sort(key=lambda unit: -unit[0])
     heap = [(0, rank) for rank in range(ranks)]
     owned: dict[tuple[int, int], set[int]] = {}
@@ -165,8 +189,8 @@ def plain_lpt_tokens(seqlens: np.ndarray, ranks: int) -> int:
     for (segment, _), blocks in owned.items():
         highest = max(blocks)
         pulled = highest + 1 - len(blocks)
-        assert highest * BLOCK <= seqlens[segment]
-        tokens += pulled * BLOCK
+        assert highest * block_size <= seqlens[segment]
+        tokens += pulled * block_size
     return tokens
 
 
