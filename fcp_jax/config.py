@@ -23,7 +23,7 @@ class PlanConfig:
         "shift" take them as data, so that a new batch does not recompile; so does "ragged", which
         sends no padding but runs on GPUs only; "auto" is "xor" where num_ranks is a power of two
         and "shift" elsewhere.
-      coalesce: rounds that make a stage.
+      coalesce: rounds that make a stage, for blocks of `block_size`; more of smaller blocks.
       ranks_per_node: consecutive ranks that share a node.
       rank_speeds: relative speed of each rank, length num_ranks; None for equal ranks.
       num_q_heads: query heads. This and the fields below only price FLOPs and bytes.
@@ -87,9 +87,14 @@ class PlanConfig:
         return self.num_ranks * self.tokens_per_rank
 
     @property
+    def kv_itemsize(self) -> int:
+        """Bytes of one feature of a key or value."""
+        return _DTYPE_BYTES[self.kv_dtype]
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token."""
-        return 2 * self.num_kv_heads * self.head_dim * _DTYPE_BYTES[self.kv_dtype]
+        return 2 * self.num_kv_heads * self.head_dim * self.kv_itemsize
 
     @property
     def resolved_transport(self) -> str:

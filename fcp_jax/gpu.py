@@ -7,7 +7,7 @@ def gpu_compiler_options(plan: Plan) -> dict[str, bool | int]:
     """Returns compiler options for a program that runs `attention` with plans like this one.
 
     XLA schedules one collective at a time by default and makes the others synchronous; a stage has
-    up to `coalesce` pulls in flight, and a backward stage as many pushes.
+    all pulls of its rounds in flight, and a backward stage as many pushes.
 
     Args:
       plan: any plan of the run.

@@ -60,6 +60,25 @@ class Layout:
         """int64 [num_blocks], blocks of a rank in order."""
         return occurrence(self.rank)
 
+    @functools.cached_property
+    def transfer_of_pair(self) -> np.ndarray:
+        """int64 [num_pairs], the transfer that brings a pair's keys; -1 where the rank has them."""
+        query, kv = self.pairs
+        ranks = 1 + max(int(x.max(initial=0)) for x in (self.rank, self.transfer_dst))
+        key = self.transfer_block * ranks + self.transfer_dst
+        by_key = np.argsort(key)
+        remote = self.rank[query] != self.rank[kv]
+        transfer = np.full(len(query), -1)
+        wanted = kv[remote] * ranks + self.rank[query[remote]]
+        transfer[remote] = by_key[np.searchsorted(key, wanted, sorter=by_key)]
+        return transfer
+
+    @functools.cached_property
+    def transfer_work(self) -> np.ndarray:
+        """int64 [num_transfers], the block pairs that each transfer serves."""
+        transfer = self.transfer_of_pair
+        return np.bincount(transfer[transfer >= 0], minlength=len(self.transfer_block))
+
 
 def pull_layout(blocks: Blocks, rank: np.ndarray, segments: Segments, config: PlanConfig) -> Layout:
     """Returns the layout in which every rank pulls what it needs and does not own, once."""
@@ -71,7 +90,12 @@ def pull_layout(blocks: Blocks, rank: np.ndarray, segments: Segments, config: Pl
 
 
 def window_layout(
-    segments: Segments, config: PlanConfig, block_size: int, num_slots: int, transport: str
+    segments: Segments,
+    config: PlanConfig,
+    block_size: int,
+    num_slots: int,
+    transport: str,
+    coalesce: int,
 ) -> Layout:
     """Places segments into windows in several ways and returns the best layout.
 
@@ -93,9 +117,9 @@ def window_layout(
             only_roomy=only_roomy,
             tokens_per_rank=config.tokens_per_rank,
         )
-        _level(placed, config, transport)
+        _level(placed, config, transport, coalesce)
         layout = pull_layout(*placed.blocks(), segments, config)
-        penalty = _penalty(layout, config, transport)
+        penalty = _penalty(layout, config, transport, coalesce)
         if penalty < lowest:
             best, lowest = layout, penalty
         if ranks > 128 and penalty < _WILL_DO:
@@ -118,7 +142,7 @@ def _choices(num_ranks: int) -> list[tuple[bool, float]]:
     return [(only_roomy, even) for even in widths for only_roomy in (True, False)]
 
 
-def _level(placed: Ranks, config: PlanConfig, transport: str) -> None:
+def _level(placed: Ranks, config: PlanConfig, transport: str, coalesce: int) -> None:
     """Evens out traffic, where there is enough of it to matter."""
     widest = max(int(placed.received.max()), int(placed.sent.max()))
     seconds = float(placed.load.max()) * seconds_per_pair(config)
@@ -126,19 +150,17 @@ def _level(placed: Ranks, config: PlanConfig, transport: str) -> None:
         return
     limits = None
     if transport in ("xor", "shift"):
-        limits = functools.partial(
-            pulls_within_rounds, transport=transport, coalesce=config.coalesce
-        )
+        limits = functools.partial(pulls_within_rounds, transport=transport, coalesce=coalesce)
     placed.level(_LEVEL, limits)
 
 
-def _penalty(layout: Layout, config: PlanConfig, transport: str) -> float:
+def _penalty(layout: Layout, config: PlanConfig, transport: str, coalesce: int) -> float:
     """Weighs what a layout costs; less is better."""
     ranks = config.num_ranks
     src, dst = layout.rank[layout.transfer_block], layout.transfer_dst
     rounds = max_degree(src, dst)
     if transport in ("xor", "shift"):
-        rounds = schedule(src, dst, ranks, transport, config.coalesce, True).num_rounds
+        rounds = schedule(src, dst, ranks, transport, coalesce, True).num_rounds
     costs = query_costs(layout.blocks, layout.segments, config.causal)
     pairs = np.bincount(layout.rank, costs, ranks)
     stays = np.zeros((ranks, ranks), np.int64)

@@ -64,12 +64,10 @@ def make_batch_plan(rows: Sequence, config: PlanConfig) -> Plan:
     rows = [_checked(as_segments(row), config) for row in rows]
     block_size, num_slots = _slots(config)
     transport, reason = _transport(config)
-    layouts = [_lay_out(row, config, block_size, num_slots, transport) for row in rows]
-    coalesce = config.coalesce
-    if config.method in _GATHERING:
-        coalesce = 1 if config.method == "ring" else max(config.num_ranks - 1, 1)
+    coalesce = _stage_rounds(config, block_size)
+    layouts = [_lay_out(row, config, block_size, num_slots, transport, coalesce) for row in rows]
     schedules = _schedules(
-        [(lay.rank[lay.transfer_block], lay.transfer_dst) for lay in layouts],
+        [(lay.rank[lay.transfer_block], lay.transfer_dst, lay.transfer_work) for lay in layouts],
         config.num_ranks,
         transport,
         coalesce,
@@ -79,7 +77,7 @@ def make_batch_plan(rows: Sequence, config: PlanConfig) -> Plan:
     moved = [_moved_tokens(lay.blocks, lay.rank, config) for lay in layouts]
     chunks = [_dispatch_chunks(tokens, block_size) for tokens in moved]
     dispatches = _schedules(
-        [(src, dst) for src, dst, _ in chunks], config.num_ranks, transport, config.coalesce
+        [(src, dst, None) for src, dst, _ in chunks], config.num_ranks, transport, config.coalesce
     )
     shape = PlanShape(
         num_rows=len(rows),
@@ -134,6 +132,15 @@ def _slots(config: PlanConfig) -> tuple[int, int]:
     return size, max(needed, 5 * config.tokens_per_rank // (4 * size))
 
 
+def _stage_rounds(config: PlanConfig, block_size: int) -> int:
+    """Returns the most rounds of a stage, which bring the tokens of `coalesce` asked-for blocks."""
+    if config.method == "ring":
+        return 1
+    if config.method in _GATHERING:
+        return max(config.num_ranks - 1, 1)
+    return config.coalesce * max(config.block_size // block_size, 1)
+
+
 def _transport(config: PlanConfig) -> tuple[str, str]:
     chosen = config.resolved_transport
     if config.transport != "auto":
@@ -146,11 +153,16 @@ def _transport(config: PlanConfig) -> tuple[str, str]:
 
 
 def _lay_out(
-    segments: Segments, config: PlanConfig, block_size: int, num_slots: int, transport: str
+    segments: Segments,
+    config: PlanConfig,
+    block_size: int,
+    num_slots: int,
+    transport: str,
+    coalesce: int,
 ) -> Layout:
     ranks, tokens, causal = config.num_ranks, config.tokens_per_rank, config.causal
     if config.method == "fcp":
-        return window_layout(segments, config, block_size, num_slots, transport)
+        return window_layout(segments, config, block_size, num_slots, transport, coalesce)
     if config.method == "magi":
         return pull_layout(
             *magi_blocks(segments, ranks, tokens, block_size, causal), segments, config
@@ -206,7 +218,10 @@ def _schedules(
 
     With `starts` the first group runs at least once: the pipeline fetches it behind local work.
     """
-    rows = [schedule(src, dst, num_ranks, transport, coalesce, by_distance) for src, dst in edges]
+    rows = [
+        schedule(src, dst, num_ranks, transport, coalesce, by_distance, work)
+        for src, dst, work in edges
+    ]
     if transport == "static":
         groups = _joint_static_groups([row.groups for row in rows], num_ranks)
         trips = np.ones(len(groups), np.int64)
@@ -263,10 +278,7 @@ def _row_tables(
     tables["local_row_starts"], tables["local_columns"] = _work_lists(
         rank[local], query_slot[local], lay.slot[kv[local]], ranks, slots
     )
-    transfer_key = lay.transfer_block * ranks + lay.transfer_dst
-    by_key = np.argsort(transfer_key)
-    wanted = kv[~local] * ranks + rank[~local]
-    transfer = by_key[np.searchsorted(transfer_key, wanted, sorter=by_key)]
+    transfer = lay.transfer_of_pair[~local]
     row_starts, columns = _work_lists(
         rank[~local] * num_stages + stage[transfer],
         query_slot[~local],

@@ -61,6 +61,7 @@ def schedule(
     transport: str,
     coalesce: int,
     by_distance: bool = False,
+    work: np.ndarray | None = None,
 ) -> Schedule:
     """Assigns transfers to rounds.
 
@@ -76,14 +77,24 @@ def schedule(
       coalesce: most rounds a stage.
       by_distance: see `shift_groups`; "shift" then adds digit by digit, so that the ranks of a
         window reach each other by the s below its size, as they do with "xor".
+      work: float [num_transfers], what its receiver computes with each payload. Given, the stages
+        of a rank get about equal work, as far as the rounds leave a choice: a rank that has more
+        to do in some stage than others keeps all waiting that it exchanges payloads with.
 
     Returns:
-      The schedule. Transfers of one rank with the same s keep their order.
+      The schedule. Without `work`, transfers of one rank with the same s keep their order.
     """
+    if not len(src):
+        work = None
     if transport in ("static", "ragged"):
         color = color_edges(src, dst, num_ranks).astype(np.int64)
-        colored = _static if transport == "static" else _ragged
-        return colored(src, dst, color, coalesce)
+        if work is None:
+            stage, within = np.divmod(color, coalesce)
+        else:
+            stage, within = _level_colors(color, dst, work, num_ranks, coalesce)
+        if transport == "static":
+            return _static(src, dst, stage, within)
+        return _ragged(src, dst, stage, coalesce)
     groups = shift_groups(num_ranks, transport, coalesce, by_distance)
     group_of = np.zeros(num_ranks, np.int64)
     first, apart, times = (np.zeros(num_ranks, np.int64) for _ in range(3))
@@ -93,29 +104,80 @@ def schedule(
             group_of[shift], first[shift] = index, position
             apart[shift], times[shift] = different, len(shifts) // different
     shift = _shift(src, dst, num_ranks, transport, by_distance)
-    turn, again = np.divmod(occurrence(src * num_ranks + shift), times[shift])
+    lane, group = dst * num_ranks + shift, group_of[shift]
+    turn, again = np.divmod(occurrence(lane), times[shift])
     trips = np.zeros(len(groups), np.int64)
-    np.maximum.at(trips, group_of[shift], turn + 1)
+    np.maximum.at(trips, group, turn + 1)
+    if work is not None:
+        cell = dst * len(groups) + group
+        turn, again = _level_turns(cell, lane, trips[group], times[shift], work)
     position = first[shift] + again * apart[shift]
-    return Schedule(group_of[shift], turn, position, position, groups, trips)
+    return Schedule(group, turn, position, position, groups, trips)
 
 
-def _static(src, dst, color: np.ndarray, coalesce: int) -> Schedule:
-    num_rounds = int(color.max(initial=-1)) + 1
-    by_color = np.lexsort((src, color))
-    pairs = np.split(
-        np.stack([src, dst], 1)[by_color],
-        np.searchsorted(color[by_color], np.arange(1, num_rounds)),
-    )
-    rounds = [tuple(map(tuple, pair.tolist())) for pair in pairs[:num_rounds]]
-    groups = tuple(tuple(rounds[i : i + coalesce]) for i in range(0, num_rounds, coalesce))
-    group, position = np.divmod(color, coalesce)
+def _level_colors(color, dst, work, num_ranks: int, coalesce: int):
+    """Deals colors to stages of about equal size; returns (stage, place in it) of each transfer.
+
+    Each color, the one with most work first, goes where it meets least work of the same ranks.
+    """
+    colors = int(color.max(initial=-1)) + 1
+    stages = -(-colors // coalesce)
+    brings = np.bincount(color * num_ranks + dst, work, colors * num_ranks)
+    brings = brings.reshape(colors, num_ranks)
+    load, count = np.zeros((stages, num_ranks)), np.zeros(stages, np.int64)
+    stage, place = np.zeros(colors, np.int64), np.zeros(colors, np.int64)
+    for c in np.argsort(-brings.sum(1), kind="stable"):
+        met = np.where(count * stages < colors, load @ brings[c], np.inf)
+        k = int(np.argmin(met))
+        stage[c], place[c] = k, count[k]
+        load[k] += brings[c]
+        count[k] += 1
+    return stage[color], place[color]
+
+
+def _level_turns(cell, lane, trips, times, work):
+    """Deals the transfers of each cell to its trips, heaviest first, where least work is so far.
+
+    Args:
+      cell: int64 [num_transfers], receiver and group of each.
+      lane: int64 [num_transfers], receiver and shift.
+      trips: int64 [num_transfers], of the transfer's group.
+      times: int64 [num_transfers], how often a trip has the transfer's shift.
+      work: float [num_transfers].
+
+    Returns:
+      (trip, how many of the same lane the trip had before), int64 [num_transfers] each.
+    """
+    cell, lane = (np.unique(x, return_inverse=True)[1] for x in (cell, lane))
+    turn, again = np.zeros((2, len(cell)), np.int64)
+    most = int(trips.max(initial=0))
+    load = np.zeros((int(cell.max(initial=-1)) + 1, most))
+    load[cell] = np.where(np.arange(most) < trips[:, None], 0.0, np.inf)
+    used = np.zeros((int(lane.max(initial=-1)) + 1, most), np.int64)
+    order = np.lexsort((-work, cell))
+    nth = occurrence(cell[order])
+    for chosen in np.split(order[np.argsort(nth, kind="stable")], np.cumsum(np.bincount(nth))[:-1]):
+        room = used[lane[chosen]] < times[chosen, None]
+        k = np.argmin(np.where(room, load[cell[chosen]], np.inf), axis=1)
+        turn[chosen], again[chosen] = k, used[lane[chosen], k]
+        load[cell[chosen], k] += work[chosen]
+        used[lane[chosen], k] += 1
+    return turn, again
+
+
+def _static(src, dst, stage: np.ndarray, place: np.ndarray) -> Schedule:
+    order = np.lexsort((src, place, stage))
+    pairs = np.stack([src, dst], 1)[order]
+    first = np.flatnonzero(np.diff(stage[order], prepend=-1) | np.diff(place[order], prepend=-1))
+    rounds = [tuple(map(tuple, part.tolist())) for part in np.split(pairs, first[1:])]
+    begins = np.flatnonzero(np.diff(stage[order][first], prepend=-1)).tolist()
+    ends = [*begins[1:], len(first)]
+    groups = tuple(tuple(rounds[a:b]) for a, b in zip(begins, ends, strict=False))
     once = np.ones(len(groups), np.int64)
-    return Schedule(group, np.zeros_like(group), position, position, groups, once)
+    return Schedule(stage, np.zeros_like(stage), place, place, groups, once)
 
 
-def _ragged(src, dst, color: np.ndarray, coalesce: int) -> Schedule:
-    turn = color // coalesce
+def _ragged(src, dst, turn: np.ndarray, coalesce: int) -> Schedule:
     trips = int(turn.max(initial=-1)) + 1
 
     def positions(own, peer):
