@@ -9,10 +9,8 @@ of a context-parallel one whose keys and values have just arrived.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import block_attention_mgpu, block_attention_xla
+from pallas_kernels import block_attention_mgpu, block_attention_xla, implementations
 from pallas_kernels.work_list import AttentionState, TokenMask, WorkList
-
-IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 
 
 def block_attention(
@@ -125,27 +123,12 @@ def explain(q, k, *, block_size: int, implementation: str | None = None) -> str:
     Raises:
       ValueError: if `implementation` cannot be used.
     """
-    name = _choose(implementation, q, k, block_size)
-    if implementation is not None:
-        return f"{name}: asked for"
-    if name == "mosaic_gpu":
-        return f"{name}: the Hopper kernels serve these operands on this device"
-    return f"{name}: mosaic_gpu is not used, as {_refusal(q, k, block_size)}"
+    unsupported = block_attention_mgpu.unsupported(q, k, block_size)
+    return implementations.explain(implementation, unsupported)
 
 
 def _choose(name: str | None, q, k, block_size: int) -> str:
-    if name is None:
-        return "xla" if _refusal(q, k, block_size) else "mosaic_gpu"
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {name!r}")
-    # A named implementation may also be compiled for a device that is not here.
-    if name == "mosaic_gpu" and (reason := block_attention_mgpu.unsupported(q, k, block_size)):
-        raise ValueError(f"implementation 'mosaic_gpu' cannot be used: {reason}")
-    return name
-
-
-def _refusal(q, k, block_size: int) -> str | None:
-    return block_attention_mgpu.no_device() or block_attention_mgpu.unsupported(q, k, block_size)
+    return implementations.choose(name, block_attention_mgpu.unsupported(q, k, block_size))
 
 
 def _check(q, k, v, mask: TokenMask, work: WorkList, block_size, scale, reserve_sms) -> None:
