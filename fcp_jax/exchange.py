@@ -74,9 +74,9 @@ def run_pipeline(
         stage `index`, hiding the transfers of stage index + 1, which runs `rounds`, and what stage
         index - 1 sends along its rounds `back`. Without rounds, what it returns for arrivals goes
         unused.
-      exposed: for stages that send back, the transfers alone: a function (index, rounds) ->
-        arrivals that pulls for stage `index`, and one (index, back, carry) -> carry that sends
-        along `back` what stage `index` has to.
+      exposed: for stages that send back, the transfers alone: a function (index, rounds, arrivals)
+        -> arrivals that pulls for stage `index` in place of the old ones, and one (index, back,
+        carry) -> carry that sends along `back` what stage `index` has to.
 
     Returns:
       The last carry.
@@ -108,34 +108,30 @@ def run_pipeline(
         return lax.fori_loop(0, ends[-1], one_way, (arrivals, carry))[1]
     pull, finish = exposed
 
-    def choose(index, work, *operands):
-        """Does work(index, rounds, *operands) with the rounds of stage `index`."""
+    def choose(wanted, index, work, state):
+        """Does work(index, rounds, state) with the rounds of stage `index`, where wanted."""
         bodies = [functools.partial(work, index, rounds) for rounds in groups]
-        return lax.switch(group_of(index), bodies, *operands)
+        choice = jnp.where(wanted, group_of(index), len(groups))
+        return lax.switch(choice, [*bodies, lambda state: state], state)
 
     def both_ways(index, state):
+        """A stage, or, past the last one, only what that has to send back."""
         arrivals, carry = state
         before, after = group_of(index - 1), group_of(index + 1)
-        is_first, is_last = index == 0, after > last
+        is_first, is_over, more = index == 0, index == ends[-1], index + 1 < ends[-1]
         pairs = [(rounds, rounds) for rounds in groups]
         pairs += [(following, own) for own, following in itertools.pairwise(groups)]
         pairs += [(groups[0], ()), ((), ())]
-        hides = jnp.where(is_first, after == 0, (after - before <= 1) & ~is_last)
+        hides = more & jnp.where(is_first, after == 0, after - before <= 1)
         choice = jnp.where(before == after, after, last + after)
         choice = jnp.where(is_first, len(pairs) - 2, choice)
-        choice = jnp.where(hides, choice, len(pairs) - 1)
-        carry = lax.cond(
-            hides | is_first, lambda x: x, lambda x: choose(index - 1, finish, x), carry
-        )
+        choice = jnp.where(hides, choice, len(pairs) - 1 + is_over)
+        carry = choose(~hides & ~is_first, index - 1, finish, carry)
         bodies = [functools.partial(compute, index, *pair) for pair in pairs]
-        arrivals, carry = lax.switch(choice, bodies, arrivals, carry)
-        arrivals = lax.cond(
-            hides | is_last, lambda x: x, lambda _: choose(index + 1, pull), arrivals
-        )
-        return arrivals, carry
+        arrivals, carry = lax.switch(choice, [*bodies, lambda *state: state], arrivals, carry)
+        return choose(more & ~hides, index + 1, pull, arrivals), carry
 
-    _, carry = lax.fori_loop(0, ends[-1], both_ways, (arrivals, carry))
-    return choose(ends[-1] - 1, finish, carry)
+    return lax.fori_loop(0, ends[-1] + 1, both_ways, (arrivals, carry))[1]
 
 
 def transfer(

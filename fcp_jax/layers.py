@@ -56,6 +56,7 @@ class FCPAttention(nnx.Module):
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         implementation: str | None = None,
+        reserve_sms: int = 0,
         rngs: nnx.Rngs,
     ):
         """Creates the projections.
@@ -75,6 +76,7 @@ class FCPAttention(nnx.Module):
           dtype: dtype of the computation; None to infer.
           param_dtype: dtype of the parameters.
           implementation: kernel, see `pallas_kernels.block_attention`.
+          reserve_sms: see `fcp_jax.attention`.
           rngs: for initialization.
         """
         num_kv_heads = num_kv_heads or num_heads
@@ -94,6 +96,7 @@ class FCPAttention(nnx.Module):
             head_axis_name=head_axis_name,
             layout=layout,
             implementation=implementation,
+            reserve_sms=reserve_sms,
         )
 
         def projection(inputs, outputs, spec, axis=-1):
@@ -183,6 +186,7 @@ class FCPAttentionFn(nnx.Module):
         head_axis_name: str = "tp",
         layout: str = "caller",
         implementation: str | None = None,
+        reserve_sms: int = 0,
         rope_theta: float | None = None,
     ):
         """Stores where to run; arguments as in `FCPAttention`."""
@@ -194,6 +198,7 @@ class FCPAttentionFn(nnx.Module):
             head_axis_name=head_axis_name,
             layout=layout,
             implementation=implementation,
+            reserve_sms=reserve_sms,
         )
         self.plan: nnx.Variable[Plan | None] = nnx.Variable(None)
 

@@ -32,8 +32,15 @@ from pallas_kernels import (
     block_attention,
     block_attention_grad,
 )
+from pallas_kernels.implementations import num_sms
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+# Jitted, each is lowered once however many branches call it: a kernel that is the same to the last
+# source location is compiled once.
+_STATIC = ("block_size", "scale", "implementation", "reserve_sms")
+_attend = jax.jit(block_attention, static_argnames=(*_STATIC, "out_dtype"))
+_attend_grad = jax.jit(block_attention_grad, static_argnames=_STATIC)
 
 
 def attention(
@@ -51,6 +58,7 @@ def attention(
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
     implementation: str | None = None,
+    reserve_sms: int = 0,
     return_lse: bool = False,
 ) -> Any:
     r"""Attention of packed segments whose tokens are sharded over a mesh axis.
@@ -77,6 +85,8 @@ def attention(
       positions: int32, like segment_ids: must increase inside each segment, so that causal order
         is token order; checked in the same way.
       implementation: kernel, see `pallas_kernels.block_attention`.
+      reserve_sms: multiprocessors that the "mosaic_gpu" kernels leave to transfers, so that both
+        run at the same time; FCP leaves 6 or 8, by a CUDA Green Context.
       return_lse: also return the log-sum-exp.
 
     Returns:
@@ -106,6 +116,10 @@ def attention(
                     f"{axes.heads!r} do not divide; use a mesh whose {axes.heads!r} axis divides "
                     "num_kv_heads, or repeat the kv heads"
                 )
+    if type(reserve_sms) is not int or not 0 <= reserve_sms < num_sms():
+        raise ValueError(
+            f"reserve_sms must be an int from 0 to {num_sms() - 1}, got {reserve_sms!r}"
+        )
     check.raise_if_known_bad(plan, segment_ids, positions, layout)
 
     moving = dict(mesh=mesh, axis_name=axis_name, batch_axis_name=batch_axis_name)
@@ -116,7 +130,7 @@ def attention(
     if no_rows:
         q, k, v = q[None], k[None], v[None]
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    call = _Call(axes, scale, implementation, return_lse)
+    call = _Call(axes, scale, implementation, return_lse, reserve_sms)
     out, *lse = (x[0] if no_rows else x for x in _attention(call, q, k, v, plan))
     if layout == "caller":
         out = undispatch(out, plan, feature_spec=heads, **moving)
@@ -172,11 +186,15 @@ class _Call:
     scale: float
     implementation: str | None
     return_lse: bool
+    reserve_sms: int = 0
 
     def options(self, shape: PlanShape) -> dict:
         """Keyword arguments of the block kernels."""
         return dict(
-            block_size=shape.block_size, scale=self.scale, implementation=self.implementation
+            block_size=shape.block_size,
+            scale=self.scale,
+            implementation=self.implementation,
+            reserve_sms=self.reserve_sms,
         )
 
 
@@ -241,14 +259,14 @@ def _rank_forward(q, k, v, plan: Plan, *, call: _Call):
     # the kernel has read by then, and no transfer starts late to hide behind the copy.
     def local(rounds):
         blocks = rank.pull(kv, 0, rounds)
-        state = block_attention(q, *kv, rank.own_mask, rank.own_work, **rank.options)
+        state = _attend(q, *kv, rank.own_mask, rank.own_work, **rank.options)
         blocks, state = lax.optimization_barrier((blocks, state))
         return rank.joined(kv, blocks), state
 
     def compute(index, rounds, _, arrivals, state):
         blocks = rank.pull(kv, index + 1, rounds)
         work, mask = rank.stage(index)
-        state = block_attention(q, *arrivals, mask, work, state, **rank.options)
+        state = _attend(q, *arrivals, mask, work, state, **rank.options)
         blocks, state = lax.optimization_barrier((blocks, state))
         return rank.joined(kv, blocks), state
 
@@ -268,9 +286,9 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
 
     def local(rounds):
         blocks = rank.pull(kv, first, rounds)
-        dq, *dkv = block_attention_grad(q, *kv, *own, rank.own_mask, rank.own_work, **rank.options)
+        dq, *dkv = _attend_grad(q, *kv, *own, rank.own_mask, rank.own_work, **rank.options)
         blocks, dq, dkv = lax.optimization_barrier((blocks, dq, dkv))
-        arrivals = rank.joined(kv, blocks)
+        arrivals, dkv = rank.joined(kv, blocks), jnp.concatenate(dkv, axis=1)
         return arrivals, (dq, dkv, [jnp.zeros(x.shape, jnp.float32) for x in arrivals])
 
     def compute(index, rounds, back, arrivals, carry):
@@ -280,7 +298,7 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
         leaving, later_q = lax.optimization_barrier((rank.packed(parts, back), q))
         returned = rank.push(leaving, index - 1, back)
         work, mask = rank.stage(index)
-        dq, *parts = block_attention_grad(later_q, *arrivals, *own, mask, work, dq, **rank.options)
+        dq, *parts = _attend_grad(later_q, *arrivals, *own, mask, work, dq, **rank.options)
         # Sums wait for the barrier, lest the last transfer starts late to hide behind them.
         blocks, returned, dq, parts = lax.optimization_barrier((blocks, returned, dq, parts))
         return rank.joined(kv, blocks), (dq, rank.add(dkv, returned, index - 1, back), parts)
@@ -290,10 +308,11 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
         returned = rank.push(rank.packed(parts, back), index, back)
         return dq, rank.add(dkv, returned, index, back), parts
 
-    def pull(index, rounds):
+    def pull(index, rounds, _):
         return rank.joined(kv, rank.pull(kv, index, rounds))
 
-    dq, (dk, dv), _ = rank.run(local, compute, (pull, finish))
+    dq, dkv, _ = rank.run(local, compute, (pull, finish))
+    dk, dv = jnp.split(dkv, 2, axis=1)
     return dq[None], dk[None], dv[None]
 
 
@@ -310,6 +329,9 @@ class _Rank:
         rows += lax.axis_index(self.axes.cp) * shape.plan_rows_per_rank
         self.own_mask = TokenMask(*query_ranges(plan, rows))
         self.own_work = WorkList(plan.local_row_starts, plan.local_columns)
+        # A round in which it has nothing to send carries slot 0 to nobody's use, and zeros come
+        # back for it.
+        self.first_rows = jnp.maximum(plan.send_slot, 0) * shape.block_size
         # The rank of each block that arrives; what is none is of no rank.
         source = jnp.where(plan.recv_block < 0, shape.num_ranks, plan.recv_block // shape.num_slots)
         self.sources = all_sources(source, shape, self.axes)
@@ -330,9 +352,8 @@ class _Rank:
 
     def pull(self, kv: Sequence[jax.Array], index, rounds) -> Sequence[jax.Array] | jax.Array:
         """Sends own blocks through the rounds of a stage; returns the ones that arrive."""
-        size = self.shape.block_size
         payloads = [
-            jnp.concatenate([lax.dynamic_slice_in_dim(x, first, size) for x in kv], axis=1)
+            jnp.concatenate([self._rows(x, first) for x in kv], axis=1)
             for first in self._sent_rows(index, rounds)
         ]
         return transfer(payloads, rounds, self.shape, self.axes, self._sources(index))
@@ -351,33 +372,38 @@ class _Rank:
 
     def packed(self, parts: Sequence[jax.Array], rounds) -> list[jax.Array]:
         """The partial dk and dv of a stage's blocks, as they travel."""
-        shape = len(parts[0]) // self.shape.block_size, self.shape.block_size
-        blocks = [x.reshape(*shape, *x.shape[1:]) for x in parts]
-        return [jnp.concatenate([x[i] for x in blocks], axis=1) for i in range(len(rounds))]
+        size = self.shape.block_size
+        edges = range(0, len(rounds) * size, size)
+        return [jnp.concatenate([x[i : i + size] for x in parts], axis=1) for i in edges]
 
     def push(self, leaving, index, rounds) -> Sequence[jax.Array] | jax.Array:
         """Sends partial sums back to the owners of a stage's blocks; returns what comes here."""
         sources = self._sources(index)
         return transfer(leaving, rounds, self.shape, self.axes, sources, back=True)
 
-    def add(self, dkv: Sequence[jax.Array], returned, index, rounds) -> list[jax.Array]:
+    def add(self, dkv: jax.Array, returned, index, rounds) -> jax.Array:
         """Adds what `push` returned to the sums of the blocks that this rank sent."""
-        size, sums = self.shape.block_size, list(dkv)
         for first, block in zip(self._sent_rows(index, rounds), returned, strict=True):
-            for i, part in enumerate(jnp.split(block, 2, axis=1)):
-                total = lax.dynamic_slice_in_dim(sums[i], first, size) + part
-                sums[i] = lax.dynamic_update_slice_in_dim(sums[i], total, first, axis=0)
-        return sums
+            total = self._rows(dkv, first) + block
+            dkv = lax.dynamic_update_slice_in_dim(
+                dkv, total, first, axis=0, allow_negative_indices=False
+            )
+        return dkv
 
     def _sources(self, index) -> jax.Array | None:
         return None if self.sources is None else self.sources[:, index]
 
     def _sent_rows(self, index, rounds) -> list[jax.Array]:
         """First row of the block that this rank sends in each round of a stage."""
-        # A round in which it has nothing to send carries slot 0 to nobody's use, and zeros come
-        # back for it.
-        first = jnp.maximum(self.plan.send_slot[index], 0) * self.shape.block_size
+        first = lax.dynamic_index_in_dim(
+            self.first_rows, index, keepdims=False, allow_negative_indices=False
+        )
         return [first[position] for position in range(len(rounds))]
+
+    def _rows(self, x: jax.Array, first: jax.Array) -> jax.Array:
+        """The block of x that begins at a row."""
+        size = self.shape.block_size
+        return lax.dynamic_slice_in_dim(x, first, size, allow_negative_indices=False)
 
 
 def _one_device(call: _Call, plan: Plan, program, operands):
@@ -391,7 +417,7 @@ def _one_device(call: _Call, plan: Plan, program, operands):
 
 def _one_device_forward(call: _Call, plan: Plan, q, k, v):
     work, mask = _whole_work(plan)
-    state: AttentionState = block_attention(
+    state: AttentionState = _attend(
         q, k, v, mask, work, out_dtype=q.dtype, **call.options(plan.shape)
     )
     return state.out, state.lse.T
@@ -400,7 +426,7 @@ def _one_device_forward(call: _Call, plan: Plan, q, k, v):
 def _one_device_backward(call: _Call, plan: Plan, q, k, v, dout, lse, delta):
     work, mask = _whole_work(plan)
     operands = q, k, v, dout, lse.T, delta.T, mask, work
-    return block_attention_grad(*operands, **call.options(plan.shape))
+    return _attend_grad(*operands, **call.options(plan.shape))
 
 
 def _whole_work(plan: Plan) -> tuple[WorkList, TokenMask]:

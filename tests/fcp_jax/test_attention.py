@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -331,6 +333,8 @@ def bad_calls():
     yield dict(mesh=cp_mesh(4)), "plan is for num_ranks=2, but mesh axis 'cp' has 4"
     yield dict(segment_ids=np.zeros(7, np.int32)), "segment_ids must hold 200"
     yield dict(implementation="tpu"), "implementation must be one of"
+    for reserve_sms in (-1, 132, 6.0, True):
+        yield dict(reserve_sms=reserve_sms), f"reserve_sms must be .* to 131, got {reserve_sms!r}"
     tp = jax.make_mesh((2, 4), ("cp", "tp"))
     yield dict(mesh=tp), "k has 2 heads, which the 4 devices of mesh axis 'tp' do not divide"
 
@@ -348,6 +352,32 @@ def test_bad_calls_name_the_argument():
         q, k, v = (call.pop(name) for name in "qkv")
         with pytest.raises(ValueError, match=message):
             fcp.attention(q, k, v, plan, **call)
+
+
+@pytest.mark.parametrize("reserve_sms", [0, 6, 8])
+def test_kernels_leave_reserved_multiprocessors_alone(reserve_sms):
+    plan = fcp.make_plan([8192], fcp.PlanConfig(2, 4096, block_size=512))
+    q, k = (jax.ShapeDtypeStruct((8192, heads, 64), jnp.bfloat16) for heads in (16, 8))
+    kind = dict(mesh=cp_mesh(2), implementation="mosaic_gpu", reserve_sms=reserve_sms)
+
+    def step(q, k, v):
+        out, pullback = jax.vjp(lambda *x: fcp.attention(*x, plan, **kind), q, k, v)
+        return pullback(out)
+
+    # Local work and a stage, forward and backward; the backward stage has only 64 tiles of keys.
+    grids = re.findall(r"grid=\((\d+),\)", str(jax.make_jaxpr(step)(q, k, k)))
+    assert sorted(map(int, grids)) == [64, *[132 - reserve_sms] * 3]
+
+
+def test_layers_pass_reserved_multiprocessors_on():
+    plan = fcp.make_plan([128], fcp.PlanConfig(1, 128, block_size=64))
+    x, positions = jnp.zeros((128, 8)), jnp.arange(128)
+    layer = fcp.FCPAttention(8, 2, reserve_sms=-1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="reserve_sms must be an int from 0 to 131, got -1"):
+        layer(x, plan, positions=positions)
+    attention_fn = fcp.FCPAttentionFn(reserve_sms=-1)
+    with attention_fn.using(plan), pytest.raises(ValueError, match="reserve_sms must be an int"):
+        attention_fn(*[x.reshape(1, 128, 2, 4)] * 3)
 
 
 def test_a_plan_of_rows_needs_a_mesh_of_rows():

@@ -39,7 +39,7 @@ def test_every_stage_runs_once_with_its_own_rounds_and_groups_without_trips_do_n
             log = finish(index - 1, back, log)
         return jnp.int32(sum(rounds)), logged(log, jnp.int32(index), arrivals, jnp.int32(0))
 
-    def pull(index, rounds):
+    def pull(index, rounds, _):
         return jnp.int32(sum(rounds))
 
     def finish(index, back, log):

@@ -113,7 +113,9 @@ def test_ragged_stages_overlap_too():
     assert "ragged-all-to-all-start" in compiled.as_text()
     assert "collective-permute" not in compiled.as_text()
     # Forward; the first stage of backward; pull and push: a transfer each, whatever they bring.
-    assert sorted(body for body in bodies if "W" in body) == ["SSWWWDD", "SWWWD", "SWWWD"]
+    stages = [body for body in bodies if "W" in body]
+    assert all(re.fullmatch(r"S+W+D+", body) for body in stages)
+    assert sorted(body.count("S") for body in stages) == [1, 1, 2]
     assert len(re.findall(r"SW+D", entry)) == 2
 
 
