@@ -9,6 +9,8 @@ import numpy as np
 
 from fcp_jax.config import METHODS, TRANSPORTS, PlanConfig
 from fcp_jax.planner import make_plan
+from fcp_jax.simulate import RESHUFFLES
+from fcp_jax.topology import TOPOLOGIES, fat_tree
 from fcp_jax.workloads import sample_seqlens
 
 
@@ -31,6 +33,20 @@ def main(arguments: list[str] | None = None) -> int:
     compare.add_argument("--json", action="store_true", help="print one JSON object only")
     compare.add_argument("--plot", metavar="COMPARE.png", help="draw balance, bytes and rounds")
     compare.set_defaults(run=_compare)
+    simulation = commands.add_parser("simulate", help="what methods take on a network, modelled")
+    _add_batch_arguments(simulation)
+    simulation.add_argument("--num-ranks", default="64", help="numbers with commas between")
+    simulation.add_argument("--methods", default="all", help="names with commas between, or all")
+    simulation.add_argument("--topology", choices=tuple(TOPOLOGIES), default="fat_tree")
+    simulation.add_argument("--oversubscription", type=float, default=1.0, help="of a fat tree")
+    simulation.add_argument(
+        "--flops-per-byte", type=float, help="peak over network bandwidth; else that of an H200"
+    )
+    simulation.add_argument("--reshuffle", choices=RESHUFFLES, default="hidden")
+    simulation.add_argument("--json", action="store_true", help="print one JSON object only")
+    simulation.add_argument("--plot", metavar="TIMELINE.png", help="draw the last forward")
+    simulation.add_argument("--trace", metavar="TRACE.json", help="the same for Perfetto")
+    simulation.set_defaults(run=_simulate)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -67,7 +83,7 @@ def _config(options: argparse.Namespace, num_ranks: int, method: str) -> PlanCon
 
 def _plan(options: argparse.Namespace) -> int:
     config = _config(options, options.num_ranks, options.method)
-    seqlens = _seqlens(options)
+    seqlens = _seqlens(options, options.num_ranks)
     plan = make_plan(seqlens, config)
     if options.out:
         plan.save(options.out)
@@ -85,10 +101,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    methods = METHODS if options.methods == "all" else tuple(options.methods.split(","))
-    seqlens = _seqlens(options)
+    seqlens = _seqlens(options, options.num_ranks)
     plans = {}
-    for method in methods:
+    for method in _methods(options):
         plan = make_plan(seqlens, _config(options, options.num_ranks, method))
         assert plan.stats is not None
         plans[method] = dataclasses.asdict(plan.stats)
@@ -101,10 +116,62 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _seqlens(options: argparse.Namespace) -> np.ndarray:
+def _simulate(options: argparse.Namespace) -> int:
+    from fcp_jax.simulate import H200, of_intensity, simulate, trace
+
+    hardware = of_intensity(options.flops_per_byte) if options.flops_per_byte else H200
+    records, forward = [], None
+    for ranks in map(int, options.num_ranks.split(",")):
+        topology = TOPOLOGIES[options.topology](ranks)
+        if options.oversubscription != 1:
+            if options.topology != "fat_tree":
+                raise ValueError(f"oversubscription is of a fat_tree, got {options.topology}")
+            topology = fat_tree(ranks, oversubscription=options.oversubscription)
+        seqlens = _seqlens(options, ranks)
+        for method in _methods(options):
+            plan = make_plan(seqlens, _config(options, ranks, method))
+            moves = "none" if method in ("ring", "all_gather", "wlb") else options.reshuffle
+            forward = simulate(plan, topology, hardware, reshuffle=moves)
+            backward = simulate(plan, topology, hardware, backward=True, reshuffle=moves)
+            records.append(
+                {
+                    "method": method,
+                    "num_ranks": ranks,
+                    "transport": plan.shape.transport,
+                    "topology": topology.name,
+                    "hardware": hardware.name,
+                    "mfu_forward": forward.mfu,
+                    "mfu_backward": backward.mfu,
+                    "kernel_share_forward": forward.kernel_share,
+                    "kernel_share_backward": backward.kernel_share,
+                    "seconds_forward": forward.makespan,
+                    "seconds_backward": backward.makespan,
+                    "exposed_forward": float(forward.exposed.mean()),
+                    "busiest_link": float(forward.link_use.max(initial=0.0)),
+                }
+            )
+    if forward is None:
+        raise ValueError("methods and num_ranks must name at least one each")
+    if options.plot:
+        from fcp_jax.plotting import plot_simulation
+
+        plot_simulation(forward, options.plot)
+    if options.trace:
+        with open(options.trace, "w") as file:
+            json.dump(trace(forward), file)
+    figures = {"workload": options.workload, "seed": options.seed, "simulations": records}
+    print(json.dumps(figures) if options.json else format_rows(records))
+    return 0
+
+
+def _methods(options: argparse.Namespace) -> tuple[str, ...]:
+    return METHODS if options.methods == "all" else tuple(options.methods.split(","))
+
+
+def _seqlens(options: argparse.Namespace, num_ranks: int) -> np.ndarray:
     return sample_seqlens(
         options.workload,
-        num_ranks=options.num_ranks,
+        num_ranks=num_ranks,
         tokens_per_rank=options.tokens_per_rank,
         seed=options.seed,
     )
@@ -135,9 +202,19 @@ COMPARED = {
 
 def format_comparison(plans: dict[str, dict]) -> str:
     """Returns a table with a line a method."""
-    lines = [["method", *COMPARED.values()]]
+    return format_rows(
+        [
+            {"method": method, **{title: stats[name] for name, title in COMPARED.items()}}
+            for method, stats in plans.items()
+        ]
+    )
+
+
+def format_rows(rows: list[dict]) -> str:
+    """Returns a table of rows that have the same names."""
+    lines = [list(rows[0])]
     lines += [
-        [method, *(f"{stats[name]:.4g}" for name in COMPARED)] for method, stats in plans.items()
+        [f"{x:.4g}" if isinstance(x, float | int) else x for x in row.values()] for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

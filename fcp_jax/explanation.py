@@ -3,6 +3,7 @@
 import jax
 
 import pallas_kernels
+from fcp_jax.check import raise_if_no_plan
 from fcp_jax.plan import Plan
 
 
@@ -19,11 +20,14 @@ def explain(q, k, plan: Plan, *, implementation: str | None = None) -> str:
       Two lines.
 
     Raises:
+      TypeError: if `plan` is none.
       ValueError: if `implementation` is unknown or cannot serve the operands.
     """
+    raise_if_no_plan(plan)
     rows = plan.shape.plan_rows_per_rank
     operands = (jax.ShapeDtypeStruct((rows, *x.shape[-2:]), x.dtype) for x in (q, k))
     kernel = pallas_kernels.explain(
         *operands, block_size=plan.shape.block_size, implementation=implementation
     )
-    return f"kernel {kernel}\ntransport {plan.shape.transport}: {plan.stats.transport_reason}"
+    reason = plan.stats.transport_reason if plan.stats else "the plan does not say why"
+    return f"kernel {kernel}\ntransport {plan.shape.transport}: {reason}"

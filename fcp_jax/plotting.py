@@ -3,6 +3,7 @@
 import numpy as np
 
 from fcp_jax.plan import Plan
+from fcp_jax.simulate import Simulation
 from fcp_jax.stats import KERNEL_TFLOPS
 from fcp_jax.tables import fragment_blocks, stage_areas
 
@@ -137,6 +138,47 @@ def timeline(plan: Plan, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
         start = np.maximum(compute[:, stage, 1], pulls[:, stage, 1])
         compute[:, 1 + stage] = np.stack([start, start + work[:, 1 + stage]], 1)
     return compute, pulls
+
+
+def plot_simulation(simulation: Simulation, path) -> None:
+    """Draws when each rank of a simulation computes and receives.
+
+    Args:
+      simulation: from `fcp_jax.simulate.simulate`.
+      path: image file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    course, flows = simulation.course, simulation.flows
+    ranks, steps = course.end.shape
+    figure, axis = plt.subplots(
+        figsize=(14, min(max(0.3 * ranks, 2.2), 12.0) + 1.3), layout="constrained"
+    )
+    shades = ["tab:blue", *(["tab:cyan", "tab:olive"] * steps)][:steps]
+    for rank in range(ranks):
+        spans = np.stack([course.begin[rank, :-1], course.end[rank] - course.begin[rank, :-1]], 1)
+        axis.broken_barh((1e3 * spans).tolist(), (rank - 0.43, 0.56), facecolors=shades)
+        mine = flows.dst == rank
+        due = flows.due[mine]
+        first, last = np.full(steps + 1, np.inf), np.zeros(steps + 1)
+        np.minimum.at(first, due, course.flow_begin[mine])
+        np.maximum.at(last, due, course.flow_end[mine])
+        used = np.flatnonzero(last > 0)
+        bars = 1e3 * np.stack([first[used], (last - first)[used]], 1)
+        axis.broken_barh(bars.tolist(), (rank + 0.15, 0.26), facecolors="tab:red")
+    axis.set(
+        title=f"modelled: local (blue), stages, what arrives (red); {simulation.kernel_share:.0%} "
+        "of the kernel's rate",
+        xlabel="milliseconds",
+        ylabel="rank",
+        ylim=(ranks - 0.5, -0.5),
+        xlim=(0, 1e3 * simulation.makespan),
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def plot_comparison(plans: dict[str, dict], path) -> None:
