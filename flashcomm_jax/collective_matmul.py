@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flashcomm_jax.products import Quantized, columns, multiply, out_features
+from flashcomm_jax.products import Quantized, multiply, out_features
 
 Operand = jax.Array | Quantized
-Product = Callable[[Operand, Operand], jax.Array]
+Product = Callable[..., jax.Array]
 
 _tie = lax.optimization_barrier
 
@@ -41,6 +41,11 @@ MAX_PIECES = 4
 def num_pieces(features: int) -> int:
     """Into how many equal column pieces a product of `features` columns is cut; 1 if not at all."""
     return next((n for n in range(MAX_PIECES, 1, -1) if features % n == 0), 1)
+
+
+def implementation(backend: str) -> str | None:
+    """What a backend gives `multiply` and `quantize`: None lets "pallas" use kernels."""
+    return None if backend == "pallas" else "xla"
 
 
 def matmul_reduce_scatter(
@@ -68,11 +73,11 @@ def matmul_reduce_scatter(
       [rows, out].
     """
 
-    def product(part: Operand, kernel_part: Operand) -> jax.Array:
-        implementation = None if backend == "pallas" else "xla"
-        return multiply(
-            part, kernel_part, out_dtype, precision=precision, implementation=implementation
-        )
+    def product(
+        part: Operand, kernel: Operand, columns: tuple[int, int] | None = None
+    ) -> jax.Array:
+        options = dict(precision=precision, implementation=implementation(backend))
+        return multiply(part, kernel, out_dtype, columns=columns, **options)
 
     if axis_size == 1:
         return product(x, kernel)
@@ -89,12 +94,12 @@ def _reduce_scatter_pieces(
     """Reduces column piece i while piece i + 1 is computed."""
     width = out_features(kernel) // num_pieces(out_features(kernel))
     starts = range(0, out_features(kernel), width)
-    part = product(x, columns(kernel, 0, width))
+    part = product(x, kernel, (0, width))
     done = []
     for start in starts[1:]:
         x, part = _tie((x, part))
         scattered = lax.psum_scatter(part, axis_name, tiled=True)
-        part = product(x, columns(kernel, start, start + width))
+        part = product(x, kernel, (start, start + width))
         scattered, part = _tie((scattered, part))
         done.append(scattered)
     done.append(lax.psum_scatter(part, axis_name, tiled=True))
@@ -167,11 +172,8 @@ def all_gather_matmul(
     """
 
     def products(part: Operand) -> list[jax.Array]:
-        implementation = None if backend == "pallas" else "xla"
-        return [
-            multiply(part, k, out_dtype, precision=precision, implementation=implementation)
-            for k in kernels
-        ]
+        options = dict(precision=precision, implementation=implementation(backend))
+        return [multiply(part, k, out_dtype, **options) for k in kernels]
 
     rows = jax.tree.leaves(x)[0].shape[0]
     if axis_size == 1:

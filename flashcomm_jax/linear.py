@@ -14,7 +14,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from flashcomm_jax import gate
-from flashcomm_jax.collective_matmul import all_gather_matmul, matmul_reduce_scatter, num_pieces
+from flashcomm_jax.collective_matmul import (
+    all_gather_matmul,
+    implementation,
+    matmul_reduce_scatter,
+    num_pieces,
+)
 from flashcomm_jax.config import SINGLE_DEVICE, ParallelConfig
 from flashcomm_jax.context import FlashCommContext
 from flashcomm_jax.products import Quantized, multiply, quantize, quantize_kernel
@@ -215,7 +220,7 @@ class RowParallelLinear(_TensorParallelLinear):
         def local(x, kernel):
             flat = destination_major(x, parallel.tp)
             if self.quantized:
-                flat = quantize(flat)
+                flat = quantize(flat, implementation=implementation(backend))
             out = matmul_reduce_scatter(
                 flat,
                 kernel,
@@ -298,7 +303,8 @@ def column_parallel(
     def local(x, *kernels):
         flat = x.reshape(-1, x.shape[-1])
         if first.quantized:
-            flat = quantize(flat)  # before the gather: half the bytes
+            # Before the gather: half the bytes.
+            flat = quantize(flat, implementation=implementation(backend))
         outs = all_gather_matmul(
             flat,
             kernels,

@@ -6,8 +6,10 @@ An activation or a kernel is an array or a `Quantized` pair, and `multiply` take
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels import matmul, quantize_rows, quantized_matmul
+from pallas_kernels.quantized_matmul import quantize_along
 
 
 class Quantized(NamedTuple):
@@ -23,25 +25,23 @@ class Quantized(NamedTuple):
     scale: jax.Array
 
 
-def quantize(x: jax.Array, axis: int = -1) -> Quantized:
-    """Rounds to int8 with one scale per slice along `axis`; slices of zeros have scale 1.
+def quantize(x: jax.Array, *, implementation: str | None = "xla") -> Quantized:
+    """Rounds activations to int8 with one scale per token; tokens of zeros have scale 1.
 
     Args:
-      x: floating point, any shape.
-      axis: the axis that shares a scale.
+      x: [tokens, features], floating point.
+      implementation: "xla", or None for a Pallas kernel where the device has one.
 
     Returns:
-      int8 values shaped like x, and a float32 scale with `axis` kept as 1.
+      int8 values shaped like x, and a float32 scale [tokens, 1].
     """
-    x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
-    scale = jnp.where(largest > 0, largest / 127.0, 1.0)
-    return Quantized(jnp.round(x / scale).astype(jnp.int8), scale)
+    values, scale = quantize_rows(x, implementation=implementation)
+    return Quantized(values, scale[:, None])
 
 
 def quantize_kernel(kernel: jax.Array) -> Quantized:
     """A float kernel [in, out] as int8 [out, in] with one scale per output channel."""
-    values, scale = quantize(kernel, axis=0)
+    values, scale = quantize_along(kernel, axis=0)
     return Quantized(values.T, scale[0])
 
 
@@ -50,21 +50,12 @@ def out_features(kernel: jax.Array | Quantized) -> int:
     return kernel.values.shape[0] if isinstance(kernel, Quantized) else kernel.shape[1]
 
 
-def columns(kernel: jax.Array | Quantized, start: int, stop: int) -> jax.Array | Quantized:
-    """The part of a kernel that produces output columns [start, stop)."""
-    if isinstance(kernel, Quantized):
-        # Behind a barrier, because XLA:GPU fuses a contiguous slice with the product into a
-        # cuBLAS call without autotuning, which for int8 runs at 0.6 of the speed (H200).
-        values = lax.optimization_barrier(kernel.values[start:stop])
-        return Quantized(values, kernel.scale[start:stop])
-    return kernel[:, start:stop]
-
-
 def multiply(
     x: jax.Array | Quantized,
     kernel: jax.Array | Quantized,
     out_dtype: jax.typing.DTypeLike,
     *,
+    columns: tuple[int, int] | None = None,
     precision: lax.PrecisionLike = None,
     implementation: str | None = "xla",
 ) -> jax.Array:
@@ -75,17 +66,30 @@ def multiply(
       kernel: [in, out], or quantized [out, in].
       out_dtype: of the result. int8 products are dequantized to it: scales differ between
         ranks, so no integer ever reaches a reduction.
+      columns: the columns of the result to compute, [start, stop); None for all.
       precision: of float products.
       implementation: "xla", or None for a Pallas kernel where the device has one.
 
     Returns:
-      [tokens, out].
+      [tokens, out], or [tokens, stop - start].
     """
     if isinstance(kernel, Quantized):
-        x = x if isinstance(x, Quantized) else quantize(x)
-        accumulated = lax.dot_general(
-            x.values, kernel.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+        x = x if isinstance(x, Quantized) else quantize(x, implementation=implementation)
+        return quantized_matmul(
+            x.values,
+            x.scale.reshape(-1),
+            kernel.values,
+            kernel.scale,
+            out_dtype=out_dtype,
+            columns=columns,
+            implementation=implementation,
         )
-        return (accumulated.astype(jnp.float32) * x.scale * kernel.scale).astype(out_dtype)
     assert not isinstance(x, Quantized)
-    return lax.dot(x, kernel, precision=precision, preferred_element_type=out_dtype)
+    return matmul(
+        x,
+        kernel,
+        columns=columns,
+        out_dtype=out_dtype,
+        precision=precision,
+        implementation=implementation,
+    )
