@@ -37,6 +37,8 @@ class MatmulConfig:
       stages: steps along k in shared memory, each 128 bytes of every row and column of a tile.
       group: row tiles that share column tiles while these are in L2.
       cluster: thread blocks, one above the other, that share the columns by multicast; 1 or 2.
+      take_turns: whether the two warpgroups write their results in turns, so that one has the
+        tensor cores while the other writes.
       compute_registers: registers of a thread that computes.
       copy_registers: of a thread that copies. Twice the former and the latter are at most 504.
     """
@@ -45,6 +47,7 @@ class MatmulConfig:
     stages: int = 4
     group: int = 16
     cluster: int = 1
+    take_turns: bool = True
     compute_registers: int = 232
     copy_registers: int = 40
 
@@ -188,7 +191,8 @@ def matmul(
         def _compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             mine = pl.ds(wg * ROWS, ROWS)
-            pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+            if config.take_turns:
+                pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
             def run_tile(row, column, step):
                 def issue(acc, i):
@@ -218,8 +222,8 @@ def matmul(
                 return step + num_steps
 
             def write(acc, row, column):
-                # In turns, so that one writes while the other has the tensor cores.
-                plgpu.barrier_wait(turn.at[wg])
+                if config.take_turns:
+                    plgpu.barrier_wait(turn.at[wg])
                 if scaled:
                     plgpu.barrier_wait(scale_full)
                     by_row = load(row_scale_smem.at[mine], ROW)
@@ -240,10 +244,12 @@ def matmul(
                     plgpu.copy_smem_to_gmem(stage, target)
                 if scaled:
                     plgpu.barrier_arrive(scale_empty)
-                plgpu.barrier_arrive(turn.at[1 - wg])
+                if config.take_turns:
+                    plgpu.barrier_arrive(turn.at[1 - wg])
 
             run_tiles(run_tile)
-            pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+            if config.take_turns:
+                pl.when(wg == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == 2)

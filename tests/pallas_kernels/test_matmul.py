@@ -43,6 +43,12 @@ CASES = {
     ),
     "float32": dict(m=128, k=64, n=128, columns=(64, 128), out_dtype=jnp.float32),
     "chosen": dict(m=200, k=64, n=192, columns=(0, 192), config=None),
+    # The last pair of thread blocks begins at 8.
+    "cluster": dict(m=264, k=192, n=64, columns=(0, 64), config=MatmulConfig(64, 2, cluster=2)),
+    "no_turns": dict(
+        m=264, k=64, n=64, columns=(0, 64), reserve_sms=SMS - 1,
+        config=MatmulConfig(64, 2, take_turns=False),
+    ),
     "narrower_than_a_tile": dict(m=128, k=64, n=128, columns=(64, 128)),
 }  # fmt: skip
 
