@@ -261,7 +261,7 @@ def programs_of(plan: fcp.Plan, devices, sizes: Sizes, reserve_sms: int) -> dict
     here = SingleDeviceSharding(devices[0])
     alone = functools.partial(placed, here, jnp.bfloat16)
     own_q, own_k = (alone(rows, n, sizes.dim) for n in (sizes.heads, sizes.kv_heads))
-    arrivals = alone(plan.recv_block.shape[3] * size, sizes.kv_heads, sizes.dim)
+    arrivals = alone(plan.recv_block.shape[3] * size + rows, sizes.kv_heads, sizes.dim)
     sums = placed(here, jnp.float32, sizes.heads, rows)
     own = own_tables(plan, rank), own_q, own_k, own_k, (arrivals, arrivals)
     own_forward, own_backward = own_kernels(size, sizes.dim, kind)
@@ -288,7 +288,7 @@ def compile_all(programs: dict[str, Program], plan: fcp.Plan) -> dict[str, Calla
 
 
 def own_tables(plan: fcp.Plan, rank: int) -> tuple:
-    """Masks and work lists of one rank: of its own blocks, and stacked those of all stages."""
+    """Masks and work lists of one rank: before the first stage, and stacked those of all stages."""
     from pallas_kernels import TokenMask, WorkList
 
     size, rows = plan.shape.block_size, plan.shape.plan_rows_per_rank
@@ -306,6 +306,7 @@ def own_tables(plan: fcp.Plan, rank: int) -> tuple:
     mask = TokenMask(*own_mask)
     stages = int(plan.trips.sum())
     arrived = place.reshape(-1, size)[plan.recv_block[0, rank, :stages]].reshape(stages, -1)
+    arrived = np.concatenate([arrived, np.tile(place[own], (stages, 1))], axis=1)
     starts, columns = (
         table[0, rank, :stages] for table in (plan.stage_row_starts, plan.stage_columns)
     )

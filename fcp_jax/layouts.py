@@ -74,10 +74,25 @@ class Layout:
         return transfer
 
     @functools.cached_property
+    def pair_work(self) -> np.ndarray:
+        """float64 [num_pairs], about the visible token pairs of each block pair.
+
+        Exact for a block with itself under a causal mask and for blocks of one segment.
+        """
+        blocks, (query, kv) = self.blocks, self.pairs
+        longest = np.zeros(blocks.num_blocks)
+        np.maximum.at(longest, blocks.block, blocks.length)
+        own = np.bincount(blocks.block, blocks.length * (blocks.length + 1) / 2, blocks.num_blocks)
+        return np.where(query == kv, own[query], longest[query] * longest[kv])
+
+    @functools.cached_property
     def transfer_work(self) -> np.ndarray:
-        """int64 [num_transfers], the block pairs that each transfer serves."""
+        """float64 [num_transfers], the work of the block pairs that each transfer serves."""
         transfer = self.transfer_of_pair
-        return np.bincount(transfer[transfer >= 0], minlength=len(self.transfer_block))
+        remote = transfer >= 0
+        return np.bincount(
+            transfer[remote], self.pair_work[remote], minlength=len(self.transfer_block)
+        )
 
 
 def pull_layout(blocks: Blocks, rank: np.ndarray, segments: Segments, config: PlanConfig) -> Layout:

@@ -18,7 +18,7 @@ from fcp_jax.config import PlanConfig
 from fcp_jax.rounds import Round
 from fcp_jax.stats import PlanStats
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Table = Any
 """np.ndarray on host, jax.Array under jit."""
@@ -71,10 +71,11 @@ class Plan:
         in order of destination rank, -1 at the end.
       recv_block: [R, N, K, G] block that arrives in each round; for "ragged" in order of source
         rank, -1 at the end.
-      local_row_starts: [R, N, S + 1] work list over own blocks: first item of each query slot.
+      local_row_starts: [R, N, S + 1] work list over own blocks before the first stage: first item
+        of each query slot.
       local_columns: [R, N, I] own kv slot of each item.
       stage_row_starts: [R, N, K, S + 1] work list of each stage.
-      stage_columns: [R, N, K, I] round whose arrival is each item's kv block.
+      stage_columns: [R, N, K, I] round whose arrival is each item's kv block; G + s for own slot s.
       dispatch_trips: [dispatch groups] stages of each group of dispatch rounds.
       dispatch_send: [R, N, K, G, 2] (destination rank, chunk) of each dispatch round, ordered as
         send_slot.

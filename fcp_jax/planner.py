@@ -271,18 +271,24 @@ def _row_tables(
     recv_block[lay.transfer_dst, stage, rounds.position] = plan_block[lay.transfer_block]
     tables |= {"send_slot": send_slot, "recv_block": recv_block}
 
-    # Each pair runs where its queries live, in the stage that brings its keys and values.
+    # Each pair runs where its queries live, in the stage that brings its keys and values, or where
+    # they are the rank's own, whenever it has least to do.
     query, kv = lay.pairs
-    rank, query_slot = lay.rank[query], lay.slot[query]
-    local = rank == lay.rank[kv]
+    rank, query_slot, transfer = lay.rank[query], lay.slot[query], lay.transfer_of_pair
+    own = transfer < 0
+    column = np.where(own, width + lay.slot[kv], 0)
+    column[~own] = rounds.position[transfer[~own]]
+    when = np.full(len(query), -1)
+    when[~own] = stage[transfer[~own]]
+    when[own] = _spread_own(lay, when, int(rounds.trips.sum()))
+    early = when < 0
     tables["local_row_starts"], tables["local_columns"] = _work_lists(
-        rank[local], query_slot[local], lay.slot[kv[local]], ranks, slots
+        rank[early], query_slot[early], column[early] - width, ranks, slots
     )
-    transfer = lay.transfer_of_pair[~local]
     row_starts, columns = _work_lists(
-        rank[~local] * num_stages + stage[transfer],
-        query_slot[~local],
-        rounds.position[transfer],
+        rank[~early] * num_stages + when[~early],
+        query_slot[~early],
+        column[~early],
         ranks * num_stages,
         slots,
     )
@@ -296,6 +302,39 @@ def _row_tables(
     sends[1, dst, stage, dispatch.position] = np.stack([src, chunk], 1)
     tables["dispatch_send"], tables["dispatch_recv"] = sends
     return {name: table[None].astype(np.int32) for name, table in tables.items()}
+
+
+def _spread_own(lay: Layout, when: np.ndarray, stages: int) -> np.ndarray:
+    """Puts work on own blocks where a rank has least to do, before the first stage and in each.
+
+    Args:
+      lay: of the row.
+      when: int64 [num_pairs], the stage of each pair; -1 for own ones.
+      stages: how many run.
+
+    Returns:
+      int64 [own pairs], the stage of each, -1 for before the first.
+    """
+    rank = lay.rank[lay.pairs[0]]
+    own = np.flatnonzero(when < 0)
+    ranks, steps = int(rank.max(initial=-1)) + 1, 1 + stages
+    brought = np.bincount(
+        rank * steps + when + 1, np.where(when < 0, 0.0, lay.pair_work), ranks * steps
+    ).reshape(ranks, steps)
+    total = np.bincount(rank[own], lay.pair_work[own], ranks)
+    # Own work fills the steps of a rank up to one level, as water would.
+    lowest = np.sort(brought, axis=1)
+    level = (total[:, None] + np.cumsum(lowest, axis=1)) / np.arange(1, steps + 1)
+    flooded = (level >= lowest).sum(axis=1, keepdims=True)
+    level = np.take_along_axis(level, flooded - 1, axis=1)
+    done = np.cumsum(np.maximum(level - brought, 0.0), axis=1)
+    order = np.lexsort((lay.slot[lay.pairs[0][own]], rank[own]))
+    work = lay.pair_work[own][order]
+    begins = np.concatenate([[0.0], np.cumsum(total)])[rank[own][order]]
+    middle = np.cumsum(work) - work / 2 - begins
+    stage = np.empty(len(own), np.int64)
+    stage[order] = (done[rank[own][order], :-1] < middle[:, None]).sum(axis=1) - 1
+    return stage
 
 
 def _width(rounds: Schedule) -> int:

@@ -301,6 +301,7 @@ def _rank_backward(q, k, v, dout, lse, delta, plan: Plan, *, call: _Call):
         dq, *parts = _attend_grad(later_q, *arrivals, *own, mask, work, dq, **rank.options)
         # Sums wait for the barrier, lest the last transfer starts late to hide behind them.
         blocks, returned, dq, parts = lax.optimization_barrier((blocks, returned, dq, parts))
+        dkv += rank.own_part(parts)
         return rank.joined(kv, blocks), (dq, rank.add(dkv, returned, index - 1, back), parts)
 
     def finish(index, back, carry):
@@ -328,6 +329,7 @@ class _Rank:
         rows = jnp.arange(shape.plan_rows_per_rank, dtype=jnp.int32)
         rows += lax.axis_index(self.axes.cp) * shape.plan_rows_per_rank
         self.own_mask = TokenMask(*query_ranges(plan, rows))
+        self.arriving_rows = plan.recv_block.shape[1] * shape.block_size
         self.own_work = WorkList(plan.local_row_starts, plan.local_columns)
         # A round in which it has nothing to send carries slot 0 to nobody's use, and zeros come
         # back for it.
@@ -342,13 +344,13 @@ class _Rank:
         return run_pipeline(groups, trips, self.shape, local, compute, exposed)
 
     def stage(self, index) -> tuple[WorkList, TokenMask]:
-        """The work list of a stage, whose columns are its rounds, and the mask of its blocks."""
+        """The work list of a stage over its arrivals and own blocks, and their mask."""
         work = WorkList(self.plan.stage_row_starts[index], self.plan.stage_columns[index])
         blocks = self.plan.recv_block[index, :, None]
         inside = jnp.arange(self.shape.block_size, dtype=jnp.int32)
         rows = jnp.where(blocks < 0, -1, blocks * self.shape.block_size + inside)
-        mask = self.own_mask._replace(kv_index=rows_to_places(self.plan, rows.reshape(-1)))
-        return work, mask
+        places = rows_to_places(self.plan, rows.reshape(-1)), self.own_mask.kv_index
+        return work, self.own_mask._replace(kv_index=jnp.concatenate(places))
 
     def pull(self, kv: Sequence[jax.Array], index, rounds) -> Sequence[jax.Array] | jax.Array:
         """Sends own blocks through the rounds of a stage; returns the ones that arrive."""
@@ -359,22 +361,25 @@ class _Rank:
         return transfer(payloads, rounds, self.shape, self.axes, self._sources(index))
 
     def joined(self, kv: Sequence[jax.Array], blocks) -> list[jax.Array]:
-        """The keys and the values of a stage from what `pull` returned.
+        """The keys and the values of a stage: what `pull` returned, then this rank's own.
 
         All stages have as many rows, whatever their group, and zeros where they bring nothing.
         """
-        rows = self.plan.recv_block.shape[1] * self.shape.block_size
         pieces = [jnp.split(block, 2, axis=1) for block in blocks]
-        rest = rows - len(pieces) * self.shape.block_size
+        rest = self.arriving_rows - len(pieces) * self.shape.block_size
         # Arrays of no rows make XLA's partitioner crash inside a scan.
         zeros = [[jnp.zeros((rest, *x.shape[1:]), x.dtype) for x in kv]] if rest else []
-        return [jnp.concatenate(x) for x in zip(*pieces, *zeros, strict=True)]
+        return [jnp.concatenate(x) for x in zip(*pieces, *zeros, kv, strict=True)]
 
     def packed(self, parts: Sequence[jax.Array], rounds) -> list[jax.Array]:
         """The partial dk and dv of a stage's blocks, as they travel."""
         size = self.shape.block_size
         edges = range(0, len(rounds) * size, size)
         return [jnp.concatenate([x[i : i + size] for x in parts], axis=1) for i in edges]
+
+    def own_part(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The partial dk and dv of a stage for this rank's own blocks, side by side."""
+        return jnp.concatenate([x[self.arriving_rows :] for x in parts], axis=1)
 
     def push(self, leaving, index, rounds) -> Sequence[jax.Array] | jax.Array:
         """Sends partial sums back to the owners of a stage's blocks; returns what comes here."""
@@ -440,7 +445,9 @@ def _whole_work(plan: Plan) -> tuple[WorkList, TokenMask]:
     remote = _items(plan.stage_row_starts, plan.stage_columns)
     own_first = rank[:, None, None] * slots
     query.append(jnp.where(remote < slots, own_first + remote, ranks * slots).reshape(-1))
-    kv.append(jnp.take_along_axis(plan.recv_block, plan.stage_columns, axis=2).reshape(-1))
+    own = jnp.broadcast_to(own_first + jnp.arange(slots), (*plan.recv_block.shape[:2], slots))
+    blocks = jnp.concatenate([plan.recv_block, own], axis=2)
+    kv.append(jnp.take_along_axis(blocks, plan.stage_columns, axis=2).reshape(-1))
     rows, columns = jnp.concatenate(query), jnp.concatenate(kv)
     order = jnp.argsort(rows, stable=True)
     starts = jnp.searchsorted(rows[order], jnp.arange(ranks * slots + 1)).astype(jnp.int32)

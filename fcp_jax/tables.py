@@ -14,8 +14,9 @@ class WorkItems:
 
     Attributes:
       rank: where the pair is computed.
-      stage: when; -1 for local work, which comes before stage 0.
-      column: entry of the work list: the kv slot of local work, else the round of the stage.
+      stage: when; -1 for what comes before stage 0.
+      column: entry of the work list: before stage 0 the own kv slot, else the round of the stage,
+        or the number of rounds plus the own kv slot.
       query_block: block of the plan's layout.
       kv_block: likewise; -1 if the stage's round brings none.
     """
@@ -51,18 +52,21 @@ def work_items(plan: Plan, row: int = 0) -> WorkItems:
         plan.stage_row_starts[row], plan.stage_columns[row]
     )
     width = plan.recv_block.shape[3]
+    own = stage_rank * slots + stage_column - width
     arrived = plan.recv_block[row][stage_rank, stage, np.clip(stage_column, 0, width - 1)]
     return WorkItems(
         rank=np.concatenate([rank, stage_rank]),
         stage=np.concatenate([np.full(len(rank), -1), stage]),
         column=np.concatenate([column, stage_column]),
         query_block=np.concatenate([rank * slots + slot, stage_rank * slots + stage_slot]),
-        kv_block=np.concatenate([rank * slots + column, arrived.astype(np.int64)]),
+        kv_block=np.concatenate(
+            [rank * slots + column, np.where(stage_column < width, arrived, own).astype(np.int64)]
+        ),
     )
 
 
 def stage_areas(plan: Plan, row: int = 0) -> np.ndarray:
-    """Counts token pairs by rank and stage, int64 [N, 1 + K]; column 0 is local work."""
+    """Counts token pairs by rank and stage, int64 [N, 1 + K]; column 0 is before stage 0."""
     blocks, items = fragment_blocks(plan, row), work_items(plan, row)
     query, kv, area = pair_areas(blocks, plan.shape.causal)
     keys = query * blocks.num_blocks + kv

@@ -206,7 +206,7 @@ def _check_pairs(plan: Plan, row: int, blocks: Blocks) -> None:
     _require((items.column[local] < slots).all(), "a local work list names no slot")
     _require((items.stage < plan.trips.sum()).all(), "a work list is of a stage that never runs")
     width = plan.send_slot.shape[3]
-    _require((items.column[~local] < width).all(), "a work list reads past its stage's buffer")
+    _require((items.column[~local] < width + slots).all(), "a work list reads past its buffers")
     _require((items.kv_block >= 0).all(), "a work list reads a buffer in which nothing arrived")
     num_blocks = ranks * slots
     keys = items.query_block * num_blocks + items.kv_block

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from fcp_jax import PlanConfig, make_plan
+from fcp_jax import PlanConfig, make_plan, validate_plan
 from fcp_jax.rounds import max_degree, permutation, schedule
-from fcp_jax.tables import stage_areas
+from fcp_jax.simulate import of_intensity, simulate
+from fcp_jax.tables import stage_areas, work_items
+from fcp_jax.topology import fat_tree
 from fcp_jax.workloads import sample_seqlens
 
 TRANSPORTS = ["static", "ragged", "xor", "shift"]
@@ -54,3 +56,26 @@ def test_ranks_have_about_the_same_to_do_in_each_stage(monkeypatch, transport, l
     )
     plain = slowest_ranks()
     assert level < less * plain
+
+
+@pytest.mark.parametrize("transport", ["static", "xor"])
+def test_own_blocks_wait_for_stages_that_bring_little(monkeypatch, transport):
+    """Ranks that hold whole segments else keep those of a giant waiting."""
+    seqlens = sample_seqlens("lognormal", num_ranks=256, tokens_per_rank=32768, seed=0)
+    config = PlanConfig(256, 32768, transport=transport)
+
+    def makespan() -> float:
+        plan = make_plan(seqlens, config)
+        validate_plan(plan)
+        return simulate(plan, fat_tree(256), of_intensity(2500)).makespan
+
+    spread = makespan()
+    monkeypatch.setattr("fcp_jax.planner._spread_own", lambda lay, when, *_: when[when < 0])
+    assert spread < 0.97 * makespan()
+
+
+def test_small_plans_have_own_blocks_in_stages_too():
+    plan = make_plan([8000, 192], PlanConfig(8, 1024, 128))
+    items = work_items(plan)
+    own = items.kv_block // plan.shape.num_slots == items.rank
+    assert (own & (items.stage >= 0)).any() and (own & (items.stage < 0)).any()
