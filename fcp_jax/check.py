@@ -42,7 +42,16 @@ def check_batch(
 
     Returns:
       int32 scalar: 0, or the sum of `STALE_PLAN` and `POSITIONS_NOT_INCREASING`.
+
+    Raises:
+      TypeError: if an argument is of a wrong kind.
+      ValueError: if there is nothing to check, or an argument does not fit the others.
     """
+    raise_if_no_plan(plan)
+    check_layout(layout)
+    if segment_ids is None and positions is None:
+        raise ValueError("segment_ids or positions must be given, both are None")
+    _check_sizes(plan, segment_ids, positions, layout)
     shape = plan.shape
     operands = tuple(
         None if x is None else jnp.reshape(x, (shape.num_rows, -1))
@@ -73,14 +82,10 @@ def raise_if_known_bad(plan: Plan, segment_ids, positions, layout: str) -> None:
     """Raises where sizes are wrong, or where host arrays fail `check_batch`.
 
     Raises:
+      TypeError: naming the argument.
       ValueError: naming the argument.
     """
-    shape = plan.shape
-    rows = shape.tokens_per_rank if layout == "caller" else shape.plan_rows_per_rank
-    size = shape.num_rows * shape.num_ranks * rows
-    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
-        if x is not None and np.size(x) != size:
-            raise ValueError(f"{name} must hold {size} values, got shape {np.shape(x)}")
+    _check_sizes(plan, segment_ids, positions, layout)
     given = [x for x in (segment_ids, positions) if x is not None]
     if not given or not all(isinstance(x, np.ndarray) for x in (*given, plan.fragment_row)):
         return
@@ -89,6 +94,37 @@ def raise_if_known_bad(plan: Plan, segment_ids, positions, layout: str) -> None:
         raise ValueError("segment_ids are not the segments that plan was made for; plan again")
     if flags & POSITIONS_NOT_INCREASING:
         raise ValueError("positions must increase strictly inside each segment")
+
+
+def raise_if_no_plan(plan) -> None:
+    """Raises TypeError where `plan` is something else."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan, as make_plan returns, got {type(plan).__name__}")
+
+
+def check_layout(layout: str) -> None:
+    """Raises ValueError where `layout` is unknown."""
+    if layout not in ("caller", "plan"):
+        raise ValueError(f'layout must be "caller" or "plan", got {layout!r}')
+
+
+def _check_sizes(plan: Plan, segment_ids, positions, layout: str) -> None:
+    shape = plan.shape
+    rows = shape.tokens_per_rank if layout == "caller" else shape.plan_rows_per_rank
+    allowed = [(shape.num_rows, shape.num_ranks * rows)]
+    allowed += [allowed[0][1:]] * (shape.num_rows == 1)
+    for name, x in (("segment_ids", segment_ids), ("positions", positions)):
+        if x is None:
+            continue
+        if not isinstance(x, (np.ndarray, jax.Array)) or not jnp.issubdtype(x.dtype, jnp.integer):
+            kind = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"{name} must be an array of integers, got {kind}")
+        if x.shape not in allowed:
+            shapes = " or ".join(map(str, allowed))
+            raise ValueError(
+                f'{name} must have shape {shapes} for this plan and layout="{layout}", got '
+                f"{x.shape}"
+            )
 
 
 def _rank_flags(operands, plan: Plan, *, axes: Axes, layout: str) -> jax.Array:

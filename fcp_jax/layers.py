@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fcp_jax.check import check_layout
 from fcp_jax.mesh import explicit_axes
 from fcp_jax.plan import Plan
 from fcp_jax.staged_attention import attention
@@ -23,13 +24,27 @@ def apply_rope(x: jax.Array, positions: jax.Array, theta: float = 10000.0) -> ja
 
     Returns:
       Like x; the rotation is computed in float32.
+
+    Raises:
+      ValueError: if head_dim is odd or positions are not those of the tokens.
     """
+    if x.shape[-1] % 2:
+        raise ValueError(f"head_dim must be even for RoPE, got {x.shape[-1]}")
+    if not 0 < positions.ndim < x.ndim - 1 or positions.shape != x.shape[-2 - positions.ndim : -2]:
+        raise ValueError(
+            f"positions must be of the tokens {x.shape[:-2]}, got shape {positions.shape}"
+        )
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[..., None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _check_theta(rope_theta: float | None) -> None:
+    if rope_theta is not None and not rope_theta > 0:
+        raise ValueError(f"rope_theta must be positive or None, got {rope_theta}")
 
 
 class FCPAttention(nnx.Module):
@@ -78,13 +93,26 @@ class FCPAttention(nnx.Module):
           implementation: kernel, see `pallas_kernels.block_attention`.
           reserve_sms: see `fcp_jax.attention`.
           rngs: for initialization.
+
+        Raises:
+          ValueError: if the sizes do not fit together, or for a wrong `layout` or `rope_theta`.
         """
-        num_kv_heads = num_kv_heads or num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if min(num_heads, num_kv_heads) < 1:
+            raise ValueError(
+                f"num_heads and num_kv_heads must be at least 1, got {num_heads}, {num_kv_heads}"
+            )
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}"
             )
         head_dim = head_dim or in_features // num_heads
+        if head_dim < 1:
+            raise ValueError(
+                f"head_dim must be at least 1, got {head_dim} for {in_features=}, {num_heads=}"
+            )
+        check_layout(layout)
+        _check_theta(rope_theta)
         if rope_theta is not None and head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {head_dim}")
         heads = head_axis_name if mesh is not None and head_axis_name in mesh.shape else None
@@ -126,7 +154,7 @@ class FCPAttention(nnx.Module):
         x: jax.Array,
         plan: Plan,
         *,
-        positions: jax.Array,
+        positions: jax.Array | None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Attends.
@@ -134,7 +162,8 @@ class FCPAttention(nnx.Module):
         Args:
           x: [R, tokens, in_features], or [tokens, in_features] for a plan of one row.
           plan: for these segments.
-          positions: int32 [R, tokens] or [tokens], in the layout of x.
+          positions: int32 [R, tokens] or [tokens], in the layout of x; may be None without
+            rope_theta.
           segment_ids: like positions; checked against the plan if given.
 
         Returns:
@@ -142,6 +171,8 @@ class FCPAttention(nnx.Module):
         """
         q, k, v = self.query(x), self.key(x), self.value(x)
         if self.rope_theta is not None:
+            if positions is None:
+                raise ValueError("positions must be given where rope_theta is set")
             q, k = (apply_rope(y, positions, self.rope_theta) for y in (q, k))
         out = attention(q, k, v, plan, segment_ids=segment_ids, positions=positions, **self.call)
         return self.out(out, out_sharding=self._out_sharding(x.ndim))
@@ -190,6 +221,8 @@ class FCPAttentionFn(nnx.Module):
         rope_theta: float | None = None,
     ):
         """Stores where to run; arguments as in `FCPAttention`."""
+        check_layout(layout)
+        _check_theta(rope_theta)
         self.rope_theta = rope_theta
         self.call = dict(
             mesh=mesh,

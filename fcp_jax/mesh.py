@@ -54,9 +54,12 @@ def resolve_axes(
       head_axis_name: the tensor parallel axis; ignored if the mesh has none of that name.
 
     Raises:
-      ValueError: if an axis is missing or its size is not the plan's, or if the devices cannot run
-        the plan's transport.
+      TypeError: if `mesh` is none of devices.
+      ValueError: if an axis is missing or its size is not the plan's, if two roles name one axis,
+        or if the devices cannot run the plan's transport.
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh of devices, got {type(mesh).__name__}")
     sizes = dict(mesh.shape)
     platform = mesh.devices.flat[0].platform
     if plan.shape.transport == "ragged" and platform not in _RAGGED_PLATFORMS:
@@ -83,7 +86,14 @@ def resolve_axes(
                 f"plan has {plan.shape.num_rows} rows: batch_axis_name must name mesh axes of that "
                 f"many devices together, got {batch_axis_name!r} on a mesh of {sizes}"
             )
-    return Axes(mesh, axis_name, rows, head_axis_name if head_axis_name in sizes else None)
+    heads = head_axis_name if head_axis_name in sizes else None
+    roles = [axis_name, *rows, *([heads] if heads else [])]
+    if len(set(roles)) < len(roles):
+        raise ValueError(
+            "axis_name, batch_axis_name and head_axis_name must name different mesh axes, got "
+            f"{axis_name!r}, {batch_axis_name!r} and {head_axis_name!r}"
+        )
+    return Axes(mesh, axis_name, rows, heads)
 
 
 def table_specs(plan: Plan, axes: Axes) -> Plan:

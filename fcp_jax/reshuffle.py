@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from fcp_jax.check import raise_if_no_plan
 from fcp_jax.exchange import all_sources, run_stages, transfer
 from fcp_jax.mesh import Axes, rank_tables, resolve_axes, spmd, table_specs
 from fcp_jax.places import for_each_row, places_to_rows, rows_to_places
@@ -42,6 +44,7 @@ def dispatch(
       Like x with N*S*B rows for N*T; rows that hold no token are 0. Differentiable.
 
     Raises:
+      TypeError: if an argument is of a wrong kind.
       ValueError: if shapes, plan and mesh do not fit together.
     """
     return _move_tree(x, plan, mesh, axis_name, batch_axis_name, tuple(feature_spec), True)
@@ -70,19 +73,27 @@ def undispatch(
       Like x with N*T rows; places that no segment covers are 0. Differentiable.
 
     Raises:
+      TypeError: if an argument is of a wrong kind.
       ValueError: if shapes, plan and mesh do not fit together.
     """
     return _move_tree(x, plan, mesh, axis_name, batch_axis_name, tuple(feature_spec), False)
 
 
 def _move_tree(x, plan: Plan, mesh, axis_name, batch_axis_name, feature_spec, forward: bool):
-    shape = plan.shape
-    axes = None
+    raise_if_no_plan(plan)
+    shape, axes = plan.shape, None
     if mesh is not None:
         axes = resolve_axes(plan, mesh, axis_name, batch_axis_name, "")
+        _check_feature_spec(feature_spec, axes)
     rows = shape.num_ranks * (shape.tokens_per_rank if forward else shape.plan_rows_per_rank)
     leaves, treedef = jax.tree.flatten(x)
     with_rows = [_with_row_axis(leaf, shape.num_rows, rows) for leaf in leaves]
+    least = min((leaf.ndim - 2 for leaf in with_rows), default=len(feature_spec))
+    if len(feature_spec) > least:
+        raise ValueError(
+            f"feature_spec must have at most {least} entries, one for each feature axis of x, got "
+            f"{feature_spec}"
+        )
     moved = _move((axes, feature_spec, forward), tuple(with_rows), plan)
     moved = [
         out if leaf.ndim == out.ndim else out[0] for leaf, out in zip(leaves, moved, strict=True)
@@ -90,7 +101,19 @@ def _move_tree(x, plan: Plan, mesh, axis_name, batch_axis_name, feature_spec, fo
     return jax.tree.unflatten(treedef, moved)
 
 
+def _check_feature_spec(feature_spec: tuple, axes: Axes) -> None:
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in feature_spec)
+    names = [name for entry in entries for name in entry if name is not None]
+    allowed = [name for name in axes.mesh.shape if name not in axes.joint]
+    if not set(names) <= set(allowed) or len(set(names)) < len(names):
+        raise ValueError(
+            f"feature_spec must name mesh axes of {allowed}, each once, or None, got {feature_spec}"
+        )
+
+
 def _with_row_axis(x, num_rows: int, rows: int):
+    if not isinstance(x, (np.ndarray, jax.Array)):
+        raise TypeError(f"x must hold arrays only, got {type(x).__name__}")
     if num_rows == 1 and x.shape[:1] == (rows,):
         return x[None]
     if x.shape[:2] != (num_rows, rows):

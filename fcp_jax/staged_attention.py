@@ -9,11 +9,13 @@ where the queries live and pushes dk and dv partials back along the reversed rou
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
@@ -94,14 +96,15 @@ def attention(
       that see nothing. Rows outside every segment are 0 in out and have zero gradient.
 
     Raises:
-      ValueError: if an argument does not fit the others, before anything is traced.
+      TypeError: if an argument is of a wrong kind.
+      ValueError: if an argument does not fit the others; both before anything is traced.
 
     References:
       FCP, arXiv 2605.08524.
     """
+    check.raise_if_no_plan(plan)
+    check.check_layout(layout)
     shape = plan.shape
-    if layout not in ("caller", "plan"):
-        raise ValueError(f'layout must be "caller" or "plan", got {layout!r}')
     rows = shape.tokens_per_rank if layout == "caller" else shape.plan_rows_per_rank
     _check_operands(q, k, v, shape.num_rows, shape.num_ranks * rows, layout)
     axes = None
@@ -116,6 +119,9 @@ def attention(
                     f"{axes.heads!r} do not divide; use a mesh whose {axes.heads!r} axis divides "
                     "num_kv_heads, or repeat the kv heads"
                 )
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if not isinstance(scale, numbers.Real) or not 0.0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive Python or numpy number, got {scale!r}")
     if type(reserve_sms) is not int or not 0 <= reserve_sms < num_sms():
         raise ValueError(
             f"reserve_sms must be an int from 0 to {num_sms() - 1}, got {reserve_sms!r}"
@@ -129,8 +135,7 @@ def attention(
         q, k, v = dispatch((q, k, v), plan, feature_spec=heads, **moving)
     if no_rows:
         q, k, v = q[None], k[None], v[None]
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    call = _Call(axes, scale, implementation, return_lse, reserve_sms)
+    call = _Call(axes, float(scale), implementation, return_lse, reserve_sms)
     out, *lse = (x[0] if no_rows else x for x in _attention(call, q, k, v, plan))
     if layout == "caller":
         out = undispatch(out, plan, feature_spec=heads, **moving)
@@ -151,6 +156,11 @@ def attention(
 
 
 def _check_operands(q, k, v, num_rows: int, rows: int, layout: str) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, (np.ndarray, jax.Array)):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} must have no axis of size 0, got {x.shape}")
     if q.ndim not in (3, 4) or q.ndim != k.ndim or k.shape != v.shape:
         raise ValueError(
             "q, k, v must be [rows, tokens, heads, head_dim] or [tokens, heads, head_dim], k and v "
