@@ -12,8 +12,11 @@ order. Here dq is accumulated in int32 fixed point, whose sum does not: the quan
 chosen from a bound on its |dq|, so that it cannot overflow (`_quantum`), and is about 1e-5 of the
 largest rounding error that bfloat16 products make.
 
-Status: written, not yet shown right anywhere; `block_attention_grad_*` do not offer it.
+With a warpgroup of its own for dq, the two others take weights and gradients of scores through
+shared memory; without it they have the registers to multiply from there, as FlashAttention-3 does.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +35,7 @@ from pallas_kernels.mgpu_common import (
     TILED,
     divide,
     load,
+    query_spans,
     take_number,
 )
 from pallas_kernels.tile_schedule import TileSchedule
@@ -79,6 +83,10 @@ def backward(
     num_kv_rows, num_kv_heads, _ = k.shape
     group, dtype, stages = num_q_heads // num_kv_heads, q.dtype, config.stages
     num_ctas = max(1, min(num_ctas, num_kv_rows // (2 * ROWS) * num_kv_heads))
+    num_threads = 4 if config.dq_warpgroup else 3
+    # With a warpgroup for dq, consumers release the tiles of a step in the next one, and in step 0
+    # those of a step -1.
+    lag = 1 if config.dq_warpgroup else 0
     log2_scale = scale * LOG2_E
 
     # What S and dP of a query row begin with (a row that saw nothing gets weight 0), 1 / quantum.
@@ -92,20 +100,12 @@ def backward(
         axis=1,
     )
     stats = stats.reshape(num_q_heads, 3, -1, ROWS).swapaxes(1, 2)  # [head, tile, 3, row]
-    # Padding rows (lo > hi) see only a place that no token has.
-    real = mask.query_lo <= mask.query_hi
-    spans = jnp.stack(
-        [
-            jnp.where(real, mask.query_lo, 2**30),
-            jnp.where(real, mask.query_hi - mask.query_lo, 0),
-        ]
-    )
-    spans = spans.reshape(2, -1, ROWS).swapaxes(0, 1)  # [tile, 2, row]
+    spans = query_spans(mask)
 
     def kernel(
         q_ref, k_ref, v_ref, do_ref, stats_ref, spans_ref, index_ref, order_ref, num_live_ref,
         starts_ref, num_masked_ref, tiles_ref, counter_ref, dq_ref, dk_out, dv_out, k_smem, v_smem,
-        q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, p_smem, kv_full, kv_empty, q_full,
+        index_smem, q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, p_smem, kv_full, kv_empty, q_full,
         do_full, empty, spans_full, ds_full, ds_empty, unit_smem, unit_full, unit_empty,
     ):  # fmt: skip
         cta = lax.axis_index("cta")
@@ -155,151 +155,7 @@ def backward(
             end = lax.while_loop(lambda state: state[1] < num_live * num_kv_heads, body, start)
             return end[0], end[2]
 
-        @pl.when(wg < 2)
-        def _compute():
-            plgpu.set_max_registers(config.compute_registers, action="increase")
-
-            def run_unit(_, unit, first_step):
-                kv_head, tile, begin, count, num_masked = unit
-                rows = pl.ds(tile * (2 * ROWS) + wg * ROWS, ROWS)
-                index = load(index_ref.at[rows], ROW)
-                plgpu.barrier_wait(kv_full)
-
-                def stat(slot, i):
-                    return lax.broadcast_in_dim(
-                        load(stats_smem.at[slot, i], COLUMN), (ROWS, ROWS), [1]
-                    )
-
-                def weights(s, slot, masked):
-                    if masked:
-                        plgpu.barrier_wait(spans_full.at[slot])
-                        lo, width = (
-                            lax.broadcast_in_dim(load(spans_smem.at[slot, i], COLUMN), s.shape, [1])
-                            for i in range(2)
-                        )
-                        place = lax.broadcast_in_dim(index, s.shape, [0])
-                        seen = (place - lo).astype(jnp.uint32) <= width.astype(jnp.uint32)
-                        s = jnp.where(seen, s, -jnp.inf)
-                    return jnp.exp2(s * log2_scale)
-
-                def visit(dk_ref, dv_ref, masked, step):
-                    """One query tile of one head."""
-                    slot, buffer = lax.rem(step, stages), lax.rem(step, _DS_BUFFERS)
-                    me = lax.optimization_barrier(wg)  # keeps addresses out of the loop's registers
-                    q_tile, do_tile = q_smem.at[slot], do_smem.at[slot]
-
-                    def scores(ref):
-                        plgpu.barrier_wait(q_full.at[slot])
-                        minus_lse = stat(slot, 0)
-                        begin_at(ref, minus_lse)
-                        plgpu.wgmma(ref, k_smem.at[me], q_tile.T)
-                        s = result(ref, minus_lse, wait_n=0)
-                        # The products of the step before are finished too, so its tiles may go.
-                        plgpu.barrier_arrive(empty.at[lax.rem(step + stages - 1, stages)])
-                        return weights(s, slot, masked)
-
-                    p = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), jnp.float32))
-                    p_smem.at[me][...] = p.astype(dtype)
-                    plgpu.commit_smem()
-
-                    def gradient(ref):
-                        plgpu.barrier_wait(do_full.at[slot])
-                        minus_delta = stat(slot, 1)
-                        begin_at(ref, minus_delta)
-                        plgpu.wgmma(ref, v_smem.at[me], do_tile.T)
-                        plgpu.wgmma(dv_ref, p_smem.at[me], do_tile)
-                        return (p * result(ref, minus_delta, wait_n=1)).astype(dtype)
-
-                    ds = pl.run_scoped(gradient, plgpu.ACC((ROWS, ROWS), jnp.float32))
-                    plgpu.barrier_wait(ds_empty.at[buffer])
-                    ds_smem.at[buffer, me][...] = ds
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(ds_full.at[buffer])
-                    plgpu.wgmma(dk_ref, ds_smem.at[buffer, me], q_tile)
-                    return step + 1
-
-                def run_heads(dk_ref, dv_ref):
-                    def run_head(_, step):
-                        for begin, end, masked in (
-                            (0, num_masked, True),
-                            (num_masked, count, False),
-                        ):
-                            step = lax.fori_loop(
-                                begin, end,
-                                lambda _, t, masked=masked: visit(dk_ref, dv_ref, masked, t), step,
-                            )  # fmt: skip
-                        return step
-
-                    end = lax.fori_loop(0, group, run_head, first_step)
-                    dk, dv = (plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_ref, dv_ref))
-                    plgpu.barrier_arrive(kv_empty)
-                    dk_out.at[rows, kv_head][...] = dk * scale
-                    dv_out.at[rows, kv_head][...] = dv
-                    return end
-
-                return pl.run_scoped(run_heads, *[plgpu.ACC((ROWS, dim), jnp.float32)] * 2)
-
-            _, steps = run_units(run_unit)
-            if interpret:  # which wants every arrival observed
-                plgpu.barrier_arrive(empty.at[lax.rem(steps + stages - 1, stages)])
-                for i in range(_DS_BUFFERS):
-                    plgpu.barrier_wait(ds_empty.at[lax.rem(steps + i, _DS_BUFFERS)])
-
-        @pl.when(wg == 2)
-        def _dq():
-            plgpu.set_max_registers(config.dq_registers, action="decrease")
-            num_chunks = dim // ROWS
-            for i in range(_DS_BUFFERS):
-                plgpu.barrier_arrive(ds_empty.at[i])
-            plgpu.barrier_arrive(empty.at[stages - 1])  # as the others do in step 0
-
-            def run_unit(_, unit, step):
-                kv_head, _, begin, count, _ = unit
-                plgpu.barrier_wait(kv_full)
-
-                def visit(head, j, step):
-                    """Dq of one query tile and head: dS @ K."""
-                    slot, buffer = lax.rem(step, stages), lax.rem(step, _DS_BUFFERS)
-                    q_rows = pl.ds(tiles_ref[begin + j] * ROWS, ROWS)
-                    plgpu.barrier_wait(q_full.at[slot])
-                    factor = load(stats_smem.at[slot, 2], ROW)
-                    plgpu.barrier_arrive(empty.at[slot])
-                    plgpu.barrier_wait(ds_full.at[buffer])
-                    for chunk in range(num_chunks):
-                        columns = pl.ds(chunk * ROWS, ROWS)
-
-                        def product(ref, columns=columns):
-                            for w in range(2):
-                                k = k_smem.at[w, :, columns]
-                                plgpu.wgmma(ref, ds_smem.at[buffer, w].T, k)
-                            return plgpu.wgmma_accumulator_load(ref, wait_n=0)
-
-                        dq = pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), jnp.float32))
-                        if chunk == num_chunks - 1:
-                            plgpu.barrier_arrive(ds_empty.at[buffer])
-                        factors = lax.broadcast_in_dim(factor, dq.shape, [0])
-                        target = dq_ref.at[q_rows, kv_head * group + head, columns]
-                        if interpret:  # which has no reductions
-                            target[...] += (dq * factors).astype(jnp.int32)
-                            continue
-                        stage = dq_smem.at[lax.rem(step * num_chunks + chunk, 2)]
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        stage[...] = _multiply_to_int32(dq, factors)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(stage, target, reduction_op="add")
-                    return step + 1
-
-                def run_head(head, step):
-                    return lax.fori_loop(0, count, lambda j, s: visit(head, j, s), step)
-
-                step = lax.fori_loop(0, group, run_head, step)
-                plgpu.barrier_arrive(kv_empty)
-                return step
-
-            run_units(run_unit)
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(wg == 3)
+        @pl.when(wg == num_threads - 1)
         def _copy():
             plgpu.set_max_registers(config.copy_registers, action="decrease")
 
@@ -310,14 +166,13 @@ def backward(
                     rows = pl.ds(tile * (2 * ROWS) + w * ROWS, ROWS)
                     plgpu.copy_gmem_to_smem(k_ref.at[rows, kv_head], k_smem.at[w], kv_full)
                     plgpu.copy_gmem_to_smem(v_ref.at[rows, kv_head], v_smem.at[w], kv_full)
+                    plgpu.copy_gmem_to_smem(index_ref.at[rows], index_smem.at[w], kv_full)
 
                 def copy_tile(head, j, step):
                     slot = lax.rem(step, stages)
                     q_tile = tiles_ref[begin + j]
                     rows = pl.ds(q_tile * ROWS, ROWS)
-                    # Consumers release the tiles of a step in the next one, and in step 0 those of
-                    # a step -1.
-                    pl.when(step >= stages - 1)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                    pl.when(step >= stages - lag)(lambda: plgpu.barrier_wait(empty.at[slot]))
                     plgpu.copy_gmem_to_smem(q_ref.at[rows, head], q_smem.at[slot], q_full.at[slot])
                     plgpu.copy_gmem_to_smem(
                         stats_ref.at[head, q_tile], stats_smem.at[slot], q_full.at[slot]
@@ -344,10 +199,205 @@ def backward(
             if interpret:  # which wants every arrival observed
 
                 def drain(j, _):
-                    plgpu.barrier_wait(empty.at[lax.rem(j + stages - 1, stages)])
+                    plgpu.barrier_wait(empty.at[lax.rem(j + stages - lag, stages)])
 
-                lax.fori_loop(jnp.maximum(steps - stages + 1, 0), steps + 1, drain, None)
+                lax.fori_loop(jnp.maximum(steps - stages + lag, 0), steps + lag, drain, None)
                 pl.when(rounds > 0)(lambda: plgpu.barrier_wait(kv_empty))
+
+        def add_dq(dq, factor, target, stage, pending):
+            """Adds dq * factor to the int32 target; `pending` copies may still read buffers."""
+            factors = lax.broadcast_in_dim(factor, dq.shape, [0])
+            if interpret:  # which has no reductions
+                target[...] += (dq * factors).astype(jnp.int32)
+                return
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+            stage[...] = _multiply_to_int32(dq, factors)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(stage, target, reduction_op="add")
+
+        def dq_product(buffer, columns):
+            def product(ref):
+                for w in range(2):
+                    plgpu.wgmma(ref, ds_smem.at[buffer, w].T, k_smem.at[w, :, columns])
+                return plgpu.wgmma_accumulator_load(ref, wait_n=0)
+
+            return pl.run_scoped(product, plgpu.ACC((ROWS, ROWS), jnp.float32))
+
+        def _dq():
+            plgpu.set_max_registers(config.dq_registers, action="decrease")
+            num_chunks = dim // ROWS
+            for i in range(_DS_BUFFERS):
+                plgpu.barrier_arrive(ds_empty.at[i])
+            plgpu.barrier_arrive(empty.at[stages - 1])  # as the others do in step 0
+
+            def run_unit(_, unit, step):
+                kv_head, _, begin, count, _ = unit
+                plgpu.barrier_wait(kv_full)
+
+                def visit(head, j, step):
+                    """Dq of one query tile and head: dS @ K."""
+                    slot, buffer = lax.rem(step, stages), lax.rem(step, _DS_BUFFERS)
+                    q_rows = pl.ds(tiles_ref[begin + j] * ROWS, ROWS)
+                    plgpu.barrier_wait(q_full.at[slot])
+                    factor = load(stats_smem.at[slot, 2], ROW)
+                    plgpu.barrier_arrive(empty.at[slot])
+                    plgpu.barrier_wait(ds_full.at[buffer])
+                    for chunk in range(num_chunks):
+                        columns = pl.ds(chunk * ROWS, ROWS)
+                        dq = dq_product(buffer, columns)
+                        if chunk == num_chunks - 1:
+                            plgpu.barrier_arrive(ds_empty.at[buffer])
+                        target = dq_ref.at[q_rows, kv_head * group + head, columns]
+                        stage = dq_smem.at[lax.rem(step * num_chunks + chunk, 2)]
+                        add_dq(dq, factor, target, stage, pending=1)
+                    return step + 1
+
+                def run_head(head, step):
+                    return lax.fori_loop(0, count, lambda j, s: visit(head, j, s), step)
+
+                step = lax.fori_loop(0, group, run_head, step)
+                plgpu.barrier_arrive(kv_empty)
+                return step
+
+            run_units(run_unit)
+            plgpu.wait_smem_to_gmem(0)
+
+        if config.dq_warpgroup:
+            pl.when(wg == 2)(_dq)
+
+        @pl.when(wg < 2)
+        def _compute():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+
+            def run_unit(_, unit, first_step):
+                kv_head, tile, begin, count, num_masked = unit
+                rows = pl.ds(tile * (2 * ROWS) + wg * ROWS, ROWS)
+                plgpu.barrier_wait(kv_full)
+
+                def stat(slot, i):
+                    return lax.broadcast_in_dim(
+                        load(stats_smem.at[slot, i], COLUMN), (ROWS, ROWS), [1]
+                    )
+
+                def weights(s, slot, masked):
+                    if masked:
+                        plgpu.barrier_wait(spans_full.at[slot])
+                        lo, width = (
+                            lax.broadcast_in_dim(load(spans_smem.at[slot, i], COLUMN), s.shape, [1])
+                            for i in range(2)
+                        )
+                        place = lax.broadcast_in_dim(load(index_smem.at[wg], ROW), s.shape, [0])
+                        seen = (place - lo).astype(jnp.uint32) <= width.astype(jnp.uint32)
+                        s = jnp.where(seen, s, -jnp.inf)
+                    return jnp.exp2(s * log2_scale)
+
+                def scores(ref, slot, me):
+                    plgpu.barrier_wait(q_full.at[slot])
+                    minus_lse = stat(slot, 0)
+                    begin_at(ref, minus_lse)
+                    plgpu.wgmma(ref, k_smem.at[me], q_smem.at[slot].T)
+                    return result(ref, minus_lse, wait_n=0)
+
+                def visit(dk_ref, dv_ref, masked, head, j, step):
+                    """One query tile of one head, where another warpgroup computes dq."""
+                    slot, buffer = lax.rem(step, stages), lax.rem(step, _DS_BUFFERS)
+                    me = lax.optimization_barrier(wg)  # keeps addresses out of the loop's registers
+
+                    def weigh(ref):
+                        s = scores(ref, slot, me)
+                        # The products of the step before are finished too, so its tiles may go.
+                        plgpu.barrier_arrive(empty.at[lax.rem(step + stages - 1, stages)])
+                        return weights(s, slot, masked)
+
+                    p = pl.run_scoped(weigh, square)
+                    p_smem.at[me][...] = p.astype(dtype)
+                    plgpu.commit_smem()
+
+                    def gradient(ref):
+                        plgpu.barrier_wait(do_full.at[slot])
+                        minus_delta = stat(slot, 1)
+                        begin_at(ref, minus_delta)
+                        plgpu.wgmma(ref, v_smem.at[me], do_smem.at[slot].T)
+                        plgpu.wgmma(dv_ref, p_smem.at[me], do_smem.at[slot])
+                        return (p * result(ref, minus_delta, wait_n=1)).astype(dtype)
+
+                    ds = pl.run_scoped(gradient, square)
+                    plgpu.barrier_wait(ds_empty.at[buffer])
+                    ds_smem.at[buffer, me][...] = ds
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(ds_full.at[buffer])
+                    plgpu.wgmma(dk_ref, ds_smem.at[buffer, me], q_smem.at[slot])
+                    return step + 1
+
+                def visit_with_dq(dk_ref, dv_ref, masked, head, j, step):
+                    """One query tile of one head, and half of the columns of its dq."""
+                    slot, buffer = lax.rem(step, stages), lax.rem(step, _DS_BUFFERS)
+                    me = lax.optimization_barrier(wg)
+                    q_tile = tiles_ref[begin + j]
+
+                    def both(s_ref, dp_ref):
+                        s = scores(s_ref, slot, me)
+                        plgpu.barrier_wait(do_full.at[slot])
+                        minus_delta = stat(slot, 1)
+                        begin_at(dp_ref, minus_delta)
+                        plgpu.wgmma(dp_ref, v_smem.at[me], do_smem.at[slot].T)
+                        p = weights(s, slot, masked)
+                        dp = result(dp_ref, minus_delta, wait_n=0)
+                        return p.astype(dtype), (p * dp).astype(dtype)
+
+                    p, ds = pl.run_scoped(both, square, square)
+                    # The other warpgroup has read what was here: it has shared the step between.
+                    ds_smem.at[buffer, me][...] = ds
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(ds_full.at[buffer])
+                    if interpret:  # which wants left operands in shared memory
+                        p_smem.at[me][...] = p
+                        p, ds = p_smem.at[me], ds_smem.at[buffer, me]
+                    plgpu.wgmma(dv_ref, p, do_smem.at[slot])
+                    plgpu.wgmma(dk_ref, ds, q_smem.at[slot])
+                    plgpu.barrier_wait(ds_full.at[buffer])
+                    columns = pl.ds(pl.multiple_of(me * ROWS, ROWS), ROWS)
+                    dq = dq_product(buffer, columns)
+                    factor = load(stats_smem.at[slot, 2], ROW)
+                    plgpu.barrier_arrive(empty.at[slot])
+                    q_rows = pl.ds(q_tile * ROWS, ROWS)
+                    target = dq_ref.at[q_rows, kv_head * group + head, columns]
+                    add_dq(dq, factor, target, dq_smem.at[me], pending=0)
+                    return step + 1
+
+                square = plgpu.ACC((ROWS, ROWS), jnp.float32)
+
+                def run_heads(dk_ref, dv_ref):
+                    visit_tile = functools.partial(
+                        visit if config.dq_warpgroup else visit_with_dq, dk_ref, dv_ref
+                    )
+
+                    def run_head(head, step):
+                        for first, end, masked in (
+                            (0, num_masked, True),
+                            (num_masked, count, False),
+                        ):
+                            step = lax.fori_loop(
+                                first, end, functools.partial(visit_tile, masked, head), step
+                            )
+                        return step
+
+                    end = lax.fori_loop(0, group, run_head, first_step)
+                    dk, dv = (plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_ref, dv_ref))
+                    plgpu.barrier_arrive(kv_empty)
+                    dk_out.at[rows, kv_head][...] = dk * scale
+                    dv_out.at[rows, kv_head][...] = dv
+                    return end
+
+                return pl.run_scoped(run_heads, *[plgpu.ACC((ROWS, dim), jnp.float32)] * 2)
+
+            _, steps = run_units(run_unit)
+            if not config.dq_warpgroup:
+                plgpu.wait_smem_to_gmem(0)
+            elif interpret:  # which wants every arrival observed
+                plgpu.barrier_arrive(empty.at[lax.rem(steps + stages - 1, stages)])
+                for i in range(_DS_BUFFERS):
+                    plgpu.barrier_wait(ds_empty.at[lax.rem(steps + i, _DS_BUFFERS)])
 
     launch = plgpu.kernel(
         kernel,
@@ -355,28 +405,31 @@ def backward(
         scratch_types=dict(
             k_smem=plgpu.SMEM((2, ROWS, dim), dtype, transforms=TILED),
             v_smem=plgpu.SMEM((2, ROWS, dim), dtype, transforms=TILED),
+            index_smem=plgpu.SMEM((2, ROWS), jnp.int32),
             q_smem=plgpu.SMEM((stages, ROWS, dim), dtype, transforms=TILED),
             do_smem=plgpu.SMEM((stages, ROWS, dim), dtype, transforms=TILED),
             stats_smem=plgpu.SMEM((stages, 3, ROWS), jnp.float32),
             spans_smem=plgpu.SMEM((stages, 2, ROWS), jnp.int32),
             ds_smem=plgpu.SMEM((_DS_BUFFERS, 2, ROWS, ROWS), dtype, transforms=TILED),
             dq_smem=plgpu.SMEM((2, ROWS, ROWS), jnp.int32, transforms=_TILED_32),
-            p_smem=plgpu.SMEM((2, ROWS, ROWS), dtype, transforms=TILED),
-            kv_full=plgpu.Barrier(num_arrivals=4),
-            kv_empty=plgpu.Barrier(num_arrivals=3),
+            p_smem=None
+            if not config.dq_warpgroup and not interpret
+            else plgpu.SMEM((2, ROWS, ROWS), dtype, transforms=TILED),
+            kv_full=plgpu.Barrier(num_arrivals=6),
+            kv_empty=plgpu.Barrier(num_arrivals=num_threads - 1),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             do_full=plgpu.Barrier(num_barriers=stages),
-            empty=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=num_threads - 1, num_barriers=stages),
             spans_full=plgpu.Barrier(num_barriers=stages),
             ds_full=plgpu.Barrier(num_arrivals=2, num_barriers=_DS_BUFFERS),
             ds_empty=plgpu.Barrier(num_barriers=_DS_BUFFERS),
             unit_smem=plgpu.SMEM((2, 1), jnp.int32),
             unit_full=plgpu.Barrier(num_barriers=2),
-            unit_empty=plgpu.Barrier(num_arrivals=4, num_barriers=2),
+            unit_empty=plgpu.Barrier(num_arrivals=num_threads, num_barriers=2),
         ),
         grid=(num_ctas,),
         grid_names=("cta",),
-        num_threads=4,
+        num_threads=num_threads,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True

@@ -5,15 +5,21 @@ from `tile_schedule`. docs/kernels_attention.md tells what was tried and measure
 """
 
 import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention_backward_mgpu, attention_forward_mgpu, tile_schedule
+from pallas_kernels.implementations import num_sms
 from pallas_kernels.mgpu_common import ROWS
 from pallas_kernels.work_list import AttentionState, TokenMask, WorkList
 
-_H200_SMS = 132
+# Written by `python -m pallas_kernels tune`; says on what card and when.
+TUNED = pathlib.Path(__file__).parent / "tuned_h200.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +27,9 @@ class ForwardConfig:
     """Tiles and resources of the forward kernel.
 
     Attributes:
-      tile_kv: kv rows of a tile.
+      tile_kv: kv rows of a tile, a multiple of 64.
+      kv_piece: neighboring rows in a tile, which is gathered from pieces; divides `tile_kv`. Small
+        ones visit fewer hidden pairs of short segments.
       stages: kv tiles in shared memory.
       pack: query heads of one kv head that a thread block works on at once, 1 or 2; the two
         compute warpgroups take 64 rows of one head each, or the same 64 rows of two heads.
@@ -31,10 +39,10 @@ class ForwardConfig:
       compute_registers: registers of a thread that computes.
       copy_registers: of a thread that copies. Twice the former and the latter have to fit the 504
         that three warpgroups start with: an increase beyond that waits forever.
-      cluster: thread blocks that share kv tiles by multicast, 1 or 2.
     """
 
     tile_kv: int = 128
+    kv_piece: int = 128
     stages: int = 2
     pack: int = 2
     ping_pong: bool = True
@@ -42,7 +50,6 @@ class ForwardConfig:
     stage_out: bool = True
     compute_registers: int = 232
     copy_registers: int = 40
-    cluster: int = 1
 
     @property
     def tile_q(self) -> int:
@@ -56,46 +63,77 @@ class BackwardConfig:
 
     Attributes:
       stages: query tiles in shared memory.
+      dq_warpgroup: whether a warpgroup of its own multiplies for dq. Without it, the two that
+        compute dk and dv also compute half of the columns of dq each, and have the registers to
+        keep weights and gradients of scores there as operands.
       compute_registers: registers of a thread of the two warpgroups that compute dk and dv.
       dq_registers: of the one that computes dq.
-      copy_registers: of the one that copies; twice the first and the others are at most 512.
+      copy_registers: of the one that copies. Twice the first and the others are at most 512, or 504
+        without a warpgroup for dq.
     """
 
     stages: int = 2
+    dq_warpgroup: bool = True
     compute_registers: int = 208
     dq_registers: int = 72
     copy_registers: int = 24
 
 
+def untuned(kernel: str, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Any:
+    """The configuration where the table has none.
+
+    Args:
+      kernel: "forward" or "backward".
+      q_shape: [query_rows, num_q_heads, head_dim].
+      k_shape: [kv_rows, num_kv_heads, head_dim].
+
+    Returns:
+      A `ForwardConfig` or a `BackwardConfig`.
+    """
+    if kernel == "backward":
+        return BackwardConfig()
+    pack = 2 if (q_shape[1] // k_shape[1]) % 2 == 0 else 1
+    if q_shape[2] == 256:  # as much as shared memory and registers hold
+        return ForwardConfig(tile_kv=64, kv_piece=64, pack=pack, q_buffers=1, stage_out=False)
+    return ForwardConfig(pack=pack, stage_out=pack == 2)
+
+
 def forward_config(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> ForwardConfig:
     """The tuned configuration for queries and keys of these shapes."""
-    pack = 2 if (q_shape[1] // k_shape[1]) % 2 == 0 else 1
-    return ForwardConfig(pack=pack)
+    return _tuned("forward", q_shape, k_shape)
 
 
-def unsupported(q: jax.Array, k: jax.Array, block_size: int) -> str | None:
+def backward_config(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> BackwardConfig:
+    """The tuned configuration for queries and keys of these shapes."""
+    return _tuned("backward", q_shape, k_shape)
+
+
+def _tuned(kernel: str, q_shape, k_shape) -> Any:
+    even = (q_shape[1] // k_shape[1]) % 2 == 0
+    for entry in _table():
+        if (entry["kernel"], entry["head_dim"], entry["even_group"]) == (kernel, q_shape[2], even):
+            return (ForwardConfig if kernel == "forward" else BackwardConfig)(**entry["config"])
+    return untuned(kernel, q_shape, k_shape)
+
+
+@functools.cache
+def _table() -> list[dict]:
+    return json.loads(TUNED.read_text())
+
+
+def unsupported(
+    q: jax.Array, k: jax.Array, block_size: int, *, backward: bool = False
+) -> str | None:
     """Says why the kernels cannot serve these operands, or None where they can."""
+    name, dims = ("its backward", (64, 128)) if backward else ("it", (64, 128, 256))
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16 operands, got {q.dtype}"
-    if q.shape[2] not in (64, 128):
-        return f"it needs head_dim 64 or 128, got {q.shape[2]}"
+    if q.shape[2] not in dims:
+        return f"{name} needs head_dim in {dims}, got {q.shape[2]}"
     if block_size % (2 * ROWS):
         return f"it needs a block_size that is a multiple of {2 * ROWS}, got {block_size}"
     if max(q.shape[0], k.shape[0]) >= 2**22:
         return f"it needs fewer than 2**22 rows, got {q.shape[0]} and {k.shape[0]}"
-    return None
-
-
-def no_device() -> str | None:
-    """Says why the kernels cannot run on the default device, or None where they can."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"it needs a GPU, and the default device is of platform {device.platform!r}"
-    capability = getattr(device, "compute_capability", None)
-    if capability != "9.0":
-        return (
-            f"it needs compute capability 9.0 (Hopper), and {device.device_kind} has {capability}"
-        )
     return None
 
 
@@ -135,7 +173,12 @@ def forward(
     """
     config = config or forward_config(q.shape, k.shape)
     schedule = tile_schedule.query_major(
-        mask, work, block_size=block_size, tile_q=config.tile_q, tile_kv=config.tile_kv
+        mask,
+        work,
+        block_size=block_size,
+        tile_q=config.tile_q,
+        kv_piece=config.kv_piece,
+        gather=config.tile_kv // config.kv_piece,
     )
     return attention_forward_mgpu.forward(
         q,
@@ -146,7 +189,7 @@ def forward(
         state,
         scale=scale,
         config=config,
-        num_ctas=_num_sms() - reserve_sms,
+        num_ctas=num_sms() - reserve_sms,
         out_dtype=out_dtype,
         interpret=interpret,
     )
@@ -190,8 +233,11 @@ def backward(
     Returns:
       As there.
     """
+    config = config or backward_config(q.shape, k.shape)
+    if not config.dq_warpgroup and q.shape[2] != 128:
+        raise ValueError(f"dq_warpgroup=False needs head_dim 128, got {q.shape[2]}")
     schedule = tile_schedule.kv_major(
-        mask, work, block_size=block_size, tile_q=ROWS, tile_kv=2 * ROWS
+        mask, work, block_size=block_size, q_piece=ROWS, tile_kv=2 * ROWS
     )
     dq_part, dk, dv = attention_backward_mgpu.backward(
         q,
@@ -203,15 +249,8 @@ def backward(
         mask,
         schedule,
         scale=scale,
-        config=config or BackwardConfig(),
-        num_ctas=_num_sms() - reserve_sms,
+        config=config,
+        num_ctas=num_sms() - reserve_sms,
         interpret=interpret,
     )
     return dq_part if dq is None else dq + dq_part, dk, dv
-
-
-def _num_sms() -> int:
-    device = jax.devices()[0]
-    return (
-        getattr(device, "core_count", None) or _H200_SMS if device.platform == "gpu" else _H200_SMS
-    )

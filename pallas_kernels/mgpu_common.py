@@ -10,6 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
+from pallas_kernels.work_list import TokenMask
+
 LOG2_E = math.log2(math.e)
 ROWS = 64  # the M of a wgmma instruction: tile rows that one compute warpgroup owns
 ACC, ROW, COLUMN = (
@@ -20,50 +22,15 @@ ACC, ROW, COLUMN = (
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # 16-bit wgmma operands
 
 
-def unit_plan(cta, num_ctas: int, num_live, per_row: int, num_sections: int, order_ref):
-    """Deals (row tile, part) units to persistent thread blocks.
+def query_spans(mask: TokenMask) -> jax.Array:
+    """First visible place and how many follow it, int32 [query_rows / 64, 2, 64].
 
-    Units run section by section (a section is a kv head, whose tiles stay in L2), inside a section
-    from the longest row of tiles to the shortest. The blocks get them in rounds that go back and
-    forth, so that the one with the longest unit of a round has the shortest of the next; every
-    other section begins from the other end. Sections smaller than a round are dealt together.
-
-    Args:
-      cta: index of this thread block.
-      num_ctas: how many there are.
-      num_live: how many row tiles have anything to do.
-      per_row: parts of a row tile in one section.
-      num_sections: sections.
-      order_ref: row tiles, longest first.
-
-    Returns:
-      How many units this block runs, and a function from r to the r-th (section, row tile, part).
+    Padding rows (lo > hi) see only a place that no token has.
     """
-    size = num_live * per_row
-    together = size < num_ctas
-    whole, left = divide(lax.select(together, size * num_sections, size), num_ctas)
-    sections = lax.select(together, 1, num_sections)
-
-    def place(round_, section):
-        return lax.select(lax.rem(round_ + section, 2) == 0, cta, num_ctas - 1 - cta)
-
-    # How many units of an even section, and of an even and an odd one, are this block's.
-    even, odd = (whole + (place(whole, i) < left).astype(jnp.int32) for i in range(2))
-    both = jnp.maximum(even + odd, 1)
-    pairs, single = divide(sections, 2)
-    rounds = pairs * (even + odd) + single * even
-
-    def unit_at(r):
-        pair, round_ = divide(r, both)
-        is_odd = (round_ >= even).astype(jnp.int32)
-        section, round_ = 2 * pair + is_odd, round_ - is_odd * even
-        unit = round_ * num_ctas + place(round_, section)
-        mixed_unit, mixed_section = divide(unit, num_sections)
-        unit = lax.select(together, mixed_unit, unit)
-        row, part = divide(unit, per_row)
-        return lax.select(together, mixed_section, section), order_ref[row], part
-
-    return rounds, unit_at
+    real = mask.query_lo <= mask.query_hi
+    first = jnp.where(real, mask.query_lo, 2**30)
+    spans = jnp.stack([first, jnp.where(real, mask.query_hi - mask.query_lo, 0)])
+    return spans.reshape(2, -1, ROWS).swapaxes(0, 1)
 
 
 def take_number(counter_ref, out_ref) -> None:

@@ -19,55 +19,73 @@ _FAR = 2**30  # beyond any place; TokenMask places are below it
 class TileSchedule(NamedTuple):
     """Tiles to visit, in compressed sparse row form.
 
-    Row t visits the column tiles named by tiles[starts[t]], ..., tiles[starts[t + 1] - 1]: first
-    num_masked[t] that need the token mask, then those that are visible throughout.
+    A column tile is gathered from `gather` pieces of neighboring rows. Row t visits the tiles i
+    from starts[t] to starts[t + 1] - 1, that is the pieces pieces[i * gather], ...: first
+    num_masked[t] tiles that need the token mask, then those that are visible throughout. Where the
+    pieces do not fill the tiles, the first ones of the row are the piece after the last, which has
+    to be hidden.
 
     Attributes:
       order: int32 [num_rows], row tiles by falling number of visits: longest processing time first.
       num_live: int32 [1], how many row tiles visit anything; the others come last in `order`.
       starts: int32 [num_rows + 1].
       num_masked: int32 [num_rows].
-      tiles: int32 [max_items * row tiles in a block * column tiles in a block].
+      pieces: int32 [room for every piece of every item, and for filling tiles up].
     """
 
     order: jax.Array
     num_live: jax.Array
     starts: jax.Array
     num_masked: jax.Array
-    tiles: jax.Array
+    pieces: jax.Array
 
 
 def query_major(
-    mask: TokenMask, work: WorkList, *, block_size: int, tile_q: int, tile_kv: int
+    mask: TokenMask, work: WorkList, *, block_size: int, tile_q: int, kv_piece: int, gather: int = 1
 ) -> TileSchedule:
     """Lists, for every query tile, the kv tiles it sees.
 
     Args:
       mask: which token pairs count.
       work: block pairs; rows are query blocks, columns are kv blocks.
-      block_size: rows per block; a multiple of both tiles.
+      block_size: rows per block; a multiple of `tile_q` and `kv_piece`.
       tile_q: query rows per tile, a multiple of 16.
-      tile_kv: kv rows per tile, a multiple of 16.
+      kv_piece: neighboring kv rows in a tile, a multiple of 16.
+      gather: pieces in a kv tile.
 
     Returns:
       A schedule whose rows are query tiles and whose columns are kv tiles.
     """
     rows = _rows(work)
     seen = _Summary.of_queries(mask, block_size, tile_q).take(rows)
-    held = _Summary.of_kv(mask, block_size, tile_kv).take(work.columns)
-    return _compress(*_meet(seen, held), work.columns, rows, work)
+    held = _Summary.of_kv(mask, block_size, kv_piece).take(work.columns)
+    nowhere = mask.kv_index.shape[0] // kv_piece
+    return _compress(*_meet(seen, held), work.columns, rows, work, gather, nowhere)
 
 
 def kv_major(
-    mask: TokenMask, work: WorkList, *, block_size: int, tile_q: int, tile_kv: int
+    mask: TokenMask, work: WorkList, *, block_size: int, q_piece: int, tile_kv: int, gather: int = 1
 ) -> TileSchedule:
-    """Lists, for every kv tile, the query tiles that see it. Arguments as in `query_major`."""
+    """Lists, for every kv tile, the query tiles that see it.
+
+    Args:
+      mask: as in `query_major`.
+      work: as there.
+      block_size: rows per block; a multiple of `q_piece` and `tile_kv`.
+      q_piece: neighboring query rows in a tile, a multiple of 16.
+      tile_kv: kv rows per tile, a multiple of 16.
+      gather: pieces in a query tile.
+
+    Returns:
+      A schedule whose rows are kv tiles and whose columns are query tiles.
+    """
     work = work.transpose(mask.kv_index.shape[0] // block_size)
     rows = _rows(work)
-    seen = _Summary.of_queries(mask, block_size, tile_q).take(work.columns)
+    seen = _Summary.of_queries(mask, block_size, q_piece).take(work.columns)
     held = _Summary.of_kv(mask, block_size, tile_kv).take(rows)
     live, full = (x.swapaxes(1, 2) for x in _meet(seen, held))
-    return _compress(live, full, work.columns, rows, work)
+    nowhere = mask.query_lo.shape[0] // q_piece
+    return _compress(live, full, work.columns, rows, work, gather, nowhere)
 
 
 class _Summary(NamedTuple):
@@ -125,11 +143,11 @@ def _rows(work: WorkList) -> jax.Array:
     return jnp.minimum(work.rows(), work.row_starts.shape[0] - 2)
 
 
-def _compress(live, full, column, rows, work: WorkList) -> TileSchedule:
-    """Boolean [item, row tile, column tile] to lists; no sort, since items are row-ordered."""
+def _compress(live, full, column, rows, work: WorkList, gather: int, nowhere: int) -> TileSchedule:
+    """Boolean [item, row tile, column piece] to lists; no sort, since items are row-ordered."""
     num_items, per_row, per_column = live.shape
     is_item = jnp.arange(num_items) < work.row_starts[-1]
-    # To [row tile in block, item, column tile in block].
+    # To [row tile in block, item, column piece in block].
     live, full = ((x & is_item[:, None, None]).swapaxes(0, 1) for x in (live, full))
     entry = column[:, None] * per_column + jnp.arange(per_column, dtype=jnp.int32)
 
@@ -144,15 +162,19 @@ def _compress(live, full, column, rows, work: WorkList) -> TileSchedule:
     masked = live & ~full
     masked_rank, num_masked = ranks(masked)
     full_rank, num_full = ranks(full)
-    total = num_masked + num_full
-    starts = jnp.pad(jnp.cumsum(total), (1, 0))
+    count = -(-(num_masked + num_full) // gather)
+    starts = jnp.pad(jnp.cumsum(count), (1, 0))
+    # Pieces that only fill up come first, so that their tile is one that is masked anyway.
+    ends_masked = count * gather - num_full
+    begin_masked = starts[:-1] * gather + ends_masked - num_masked
     row_tile = rows[None, :] * per_row + jnp.arange(per_row, dtype=jnp.int32)[:, None]
-    begin, masked_here = (x[row_tile][..., None] for x in (starts[:-1], num_masked))
-    place = jnp.where(masked, begin + masked_rank, full.size)
+    begin, masked_here = (x[row_tile][..., None] for x in (begin_masked, num_masked))
+    room = full.size + (gather - 1) * num_masked.size
+    place = jnp.where(masked, begin + masked_rank, room)
     place = jnp.where(full, begin + masked_here + full_rank, place)
     entries = jnp.broadcast_to(entry, place.shape).reshape(-1)
-    tiles = jnp.zeros(full.size, jnp.int32).at[place.reshape(-1)].set(entries, mode="drop")
-    order = jnp.argsort(-total, stable=True)
-    num_live = (total > 0).sum(keepdims=True)
-    fields = (order, num_live, starts, num_masked, tiles)
+    pieces = jnp.full(room, nowhere).at[place.reshape(-1)].set(entries, mode="drop")
+    order = jnp.argsort(-count, stable=True)
+    num_live = (count > 0).sum(keepdims=True)
+    fields = (order, num_live, starts, -(-ends_masked // gather), pieces)
     return TileSchedule(*(x.astype(jnp.int32) for x in fields))
