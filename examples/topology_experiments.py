@@ -4,9 +4,10 @@
     python examples/topology_experiments.py --only ladder,traffic --seeds 1
 
 Writes a picture an experiment to docs/images/ and one record a figure to
-benchmarks/results/topology.json. Everything is modelled (`fcp_jax.simulate`) with kernel rates
-measured on an H200; nothing is fitted to the paper's figures. What the paper (arXiv 2605.08524)
-states is recorded beside. docs/topology.md tells what came out.
+benchmarks/results/topology.json, where records of experiments not asked for stay. Everything is
+modelled (`fcp_jax.simulate`) with kernel rates measured on an H200; nothing is fitted to the
+paper's figures. What the paper (arXiv 2605.08524) states is recorded beside. docs/topology.md
+tells what came out.
 """
 
 import argparse
@@ -410,7 +411,10 @@ def main(arguments: list[str] | None = None) -> None:
     for experiment in EXPERIMENTS:
         if experiment.__name__ in chosen:
             print(f"\n{(experiment.__doc__ or '').splitlines()[0]}")
+            before = len(lab.records)
             experiment(lab)
+            for record in lab.records[before:]:
+                record["experiment"] = experiment.__name__
     stamp = {
         "benchmark": "topology",
         "kind": "modelled",
@@ -418,7 +422,10 @@ def main(arguments: list[str] | None = None) -> None:
         "command": "python examples/topology_experiments.py " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
     }
-    text = ",\n".join(json.dumps(record | stamp) for record in lab.records)
+    kept = json.loads(options.out.read_text()) if options.out.exists() else []
+    records = [record for record in kept if record["experiment"] not in chosen]
+    records += [record | stamp for record in lab.records]
+    text = ",\n".join(map(json.dumps, records))
     options.out.write_text(f"[\n{text}\n]\n")
 
 
