@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"))
     parser.add_argument("--seconds", type=float, default=345, help="a case ends at this time")
-    parser.add_argument("--jobs", type=int, default=6, help="cases that compile at a time")
+    parser.add_argument("--jobs", type=int, default=7, help="cases that compile at a time")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on host devices")
     parser.add_argument("--one", help="a single case in this process")
     options = parser.parse_args(argv)
@@ -157,6 +157,7 @@ def wait_for(lines, text: str) -> None:
 
 def run_case(case: str, sizes: Sizes, smoke: bool) -> None:
     """Compiles a case, waits for a line on stdin, measures and prints what it found."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cases share the GPU
     if case == "fa3":
         measure = functools.partial(measure_fa3, sizes)
     else:
@@ -167,7 +168,6 @@ def run_case(case: str, sizes: Sizes, smoke: bool) -> None:
             os.environ["JAX_PLATFORMS"] = "cpu"
             flags = [f"--xla_force_host_platform_device_count={num_ranks}"]
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # cases share the GPU
         import jax
 
         if not smoke:
@@ -306,12 +306,12 @@ def own_tables(plan: fcp.Plan, rank: int) -> tuple:
     mask = TokenMask(*own_mask)
     stages = int(plan.trips.sum())
     arrived = place.reshape(-1, size)[plan.recv_block[0, rank, :stages]].reshape(stages, -1)
-    arrived = np.concatenate([arrived, np.tile(place[own], (stages, 1))], axis=1)
+    behind: Any = np.concatenate([arrived, np.tile(place[own], (stages, 1))], axis=1)
     starts, columns = (
         table[0, rank, :stages] for table in (plan.stage_row_starts, plan.stage_columns)
     )
     local = WorkList(plan.local_row_starts[0, rank], plan.local_columns[0, rank])
-    return (mask, local), (mask._replace(kv_index=arrived), WorkList(starts, columns))
+    return (mask, local), (mask._replace(kv_index=behind), WorkList(starts, columns))
 
 
 def own_kernels(block_size: int, dim: int, kind: dict) -> tuple[Callable, Callable]:
