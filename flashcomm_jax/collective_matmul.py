@@ -57,6 +57,7 @@ def matmul_reduce_scatter(
     backend: str,
     out_dtype: jax.typing.DTypeLike,
     precision: lax.PrecisionLike = None,
+    reserve_sms: int = 0,
 ) -> jax.Array:
     """Sum over ranks of x @ kernel, of which each rank keeps its block of rows.
 
@@ -68,38 +69,38 @@ def matmul_reduce_scatter(
       backend: "none" (one product, one reduce-scatter), "pallas" or "ring".
       out_dtype: dtype of partial products and of what travels.
       precision: of float products.
+      reserve_sms: multiprocessors that Pallas kernels leave to a transfer beside them.
 
     Returns:
       [rows, out].
     """
 
-    def product(
-        part: Operand, kernel: Operand, columns: tuple[int, int] | None = None
-    ) -> jax.Array:
-        options = dict(precision=precision, implementation=implementation(backend))
-        return multiply(part, kernel, out_dtype, columns=columns, **options)
+    def product(part: Operand, kernel: Operand, **options) -> jax.Array:
+        options |= dict(precision=precision, implementation=implementation(backend))
+        return multiply(part, kernel, out_dtype, **options)
 
     if axis_size == 1:
         return product(x, kernel)
     if backend == "pallas":
-        return _reduce_scatter_pieces(x, kernel, axis_name, product)
+        return _reduce_scatter_pieces(x, kernel, axis_name, product, reserve_sms)
     if backend == "ring":
         return _reduce_scatter_ring(x, kernel, axis_name, axis_size, product)
     return lax.psum_scatter(product(x, kernel), axis_name, tiled=True)
 
 
 def _reduce_scatter_pieces(
-    x: Operand, kernel: Operand, axis_name: str, product: Product
+    x: Operand, kernel: Operand, axis_name: str, product: Product, reserve_sms: int
 ) -> jax.Array:
     """Reduces column piece i while piece i + 1 is computed."""
     width = out_features(kernel) // num_pieces(out_features(kernel))
     starts = range(0, out_features(kernel), width)
-    part = product(x, kernel, (0, width))
+    part = product(x, kernel, columns=(0, width))
     done = []
     for start in starts[1:]:
         x, part = _tie((x, part))
         scattered = lax.psum_scatter(part, axis_name, tiled=True)
-        part = product(x, kernel, (start, start + width))
+        columns = start, start + width
+        part = product(x, kernel, columns=columns, reserve_sms=reserve_sms)
         scattered, part = _tie((scattered, part))
         done.append(scattered)
     done.append(lax.psum_scatter(part, axis_name, tiled=True))
@@ -155,6 +156,7 @@ def all_gather_matmul(
     backend: str,
     out_dtype: jax.typing.DTypeLike,
     precision: lax.PrecisionLike = None,
+    reserve_sms: int = 0,
 ) -> list[jax.Array]:
     """Products of the rows of all ranks with several kernels that share one gather.
 
@@ -166,13 +168,14 @@ def all_gather_matmul(
       backend: "none" (one gather, then the products), "pallas" or "ring".
       out_dtype: of the results.
       precision: of float products.
+      reserve_sms: multiprocessors that Pallas kernels leave to a transfer beside them.
 
     Returns:
       One [axis_size * rows, out_i] per kernel.
     """
 
-    def products(part: Operand) -> list[jax.Array]:
-        options = dict(precision=precision, implementation=implementation(backend))
+    def products(part: Operand, **options) -> list[jax.Array]:
+        options |= dict(precision=precision, implementation=implementation(backend))
         return [multiply(part, k, out_dtype, **options) for k in kernels]
 
     rows = jax.tree.leaves(x)[0].shape[0]
@@ -181,7 +184,7 @@ def all_gather_matmul(
     if backend == "ring":
         return _all_gather_ring(x, axis_name, axis_size, products)
     pieces = num_pieces(rows) if backend == "pallas" else 1
-    return _all_gather_pieces(x, axis_name, axis_size, pieces, products)
+    return _all_gather_pieces(x, axis_name, axis_size, pieces, products, reserve_sms)
 
 
 def _all_gather_pieces(
@@ -189,7 +192,8 @@ def _all_gather_pieces(
     axis_name: str,
     axis_size: int,
     pieces: int,
-    products: Callable[[Operand], list[jax.Array]],
+    products: Callable[..., list[jax.Array]],
+    reserve_sms: int,
 ) -> list[jax.Array]:
     """Gathers row piece i + 1 of every rank while the products of piece i are computed."""
     rows = jax.tree.leaves(x)[0].shape[0]
@@ -207,7 +211,7 @@ def _all_gather_pieces(
     outs = []
     for piece in range(1, pieces):
         arriving = gather(piece)
-        out = products(part)
+        out = products(part, reserve_sms=reserve_sms)
         part, out = _tie((arriving, out))
         outs.append(out)
     outs.append(products(part))

@@ -33,6 +33,8 @@ class FlashCommConfig:
         bidirectional ring of permutes. "none": never fuse.
       mmrs_accumulate_float32: carry partial sums of fused products in float32 (twice the bytes
         on the wire for bfloat16).
+      mmrs_reserve_sms: multiprocessors that a Pallas product leaves to the transfer beside it, so
+        that both make progress; it otherwise holds every one until it ends.
       strict: raise `FlashCommFallbackError` where a fallback would be taken.
     """
 
@@ -41,6 +43,7 @@ class FlashCommConfig:
     flashcomm1_min_prefill_tokens: int = 8192
     mmrs_comm_mode: str = "aiv"
     mmrs_accumulate_float32: bool = False
+    mmrs_reserve_sms: int = 0
     strict: bool = False
 
     def __post_init__(self):
@@ -50,11 +53,10 @@ class FlashCommConfig:
                 raise ValueError(
                     f"{field.name} must be True or False, got {getattr(self, field.name)!r}"
                 )
-        threshold = self.flashcomm1_min_prefill_tokens
-        if not isinstance(threshold, int) or isinstance(threshold, bool) or threshold < 0:
-            raise ValueError(
-                f"flashcomm1_min_prefill_tokens must be an integer >= 0, got {threshold!r}"
-            )
+        for name in ("flashcomm1_min_prefill_tokens", "mmrs_reserve_sms"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
         if self.mmrs_comm_mode not in BACKENDS:
             raise ValueError(
                 f"mmrs_comm_mode must be one of {sorted(BACKENDS)}, got {self.mmrs_comm_mode!r}"

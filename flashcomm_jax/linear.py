@@ -229,6 +229,7 @@ class RowParallelLinear(_TensorParallelLinear):
                 backend=backend,
                 out_dtype=travels,
                 precision=self.precision,
+                reserve_sms=context.config.mmrs_reserve_sms,
             )
             return out.reshape(*x.shape[:-2], -1, self.out_features).astype(dtype)
 
@@ -313,6 +314,7 @@ def column_parallel(
             backend=backend,
             out_dtype=dtype,
             precision=first.precision,
+            reserve_sms=context.config.mmrs_reserve_sms,
         )
         return tuple(token_major(out, parallel.tp, x.shape[:-2]) for out in outs)
 

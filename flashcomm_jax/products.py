@@ -3,7 +3,7 @@
 An activation or a kernel is an array or a `Quantized` pair, and `multiply` takes either.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -57,6 +57,7 @@ def multiply(
     *,
     columns: tuple[int, int] | None = None,
     precision: lax.PrecisionLike = None,
+    reserve_sms: int = 0,
     implementation: str | None = "xla",
 ) -> jax.Array:
     """Computes x @ kernel for two-dimensional operands, accumulated in float32 or int32.
@@ -68,28 +69,22 @@ def multiply(
         ranks, so no integer ever reaches a reduction.
       columns: the columns of the result to compute, [start, stop); None for all.
       precision: of float products.
+      reserve_sms: multiprocessors that the Pallas kernel leaves to transfers.
       implementation: "xla", or None for a Pallas kernel where the device has one.
 
     Returns:
       [tokens, out], or [tokens, stop - start].
     """
+    options: Any = dict(
+        columns=columns,
+        out_dtype=out_dtype,
+        reserve_sms=reserve_sms,
+        implementation=implementation,
+    )
     if isinstance(kernel, Quantized):
         x = x if isinstance(x, Quantized) else quantize(x, implementation=implementation)
         return quantized_matmul(
-            x.values,
-            x.scale.reshape(-1),
-            kernel.values,
-            kernel.scale,
-            out_dtype=out_dtype,
-            columns=columns,
-            implementation=implementation,
+            x.values, x.scale.reshape(-1), kernel.values, kernel.scale, **options
         )
     assert not isinstance(x, Quantized)
-    return matmul(
-        x,
-        kernel,
-        columns=columns,
-        out_dtype=out_dtype,
-        precision=precision,
-        implementation=implementation,
-    )
+    return matmul(x, kernel, precision=precision, **options)
