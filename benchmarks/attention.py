@@ -5,7 +5,11 @@
 64 query heads, 8 kv heads, bfloat16, random data; TFLOP/s counts the visible pairs only (backward
 2.5 times forward). Ours includes everything from the work list on: the tile schedule, delta, and
 gradients in bfloat16. FlashAttention-3 is the `flash-attn3-jax` package, used where it is
-installed; cuDNN serves rows of equal segments. Each case runs in a process of its own.
+installed; cuDNN serves rows of equal segments. Each case runs in a process of its own. `ptxas`
+says what registers default configurations spill, `errors_*` compare with float64; the run fails
+where any are spilled, products are serialized, or an error is above 1.3 times that of cuDNN.
+
+    python -m benchmarks.attention --cases unmeasured     # what no record has yet, in one call
 """
 
 import argparse
@@ -20,6 +24,8 @@ import time
 from typing import Any
 
 import numpy as np
+
+from pallas_kernels.tune import block_pairs, median_seconds, work_list
 
 HEADS, KV_HEADS, TOKENS, BLOCK = 64, 8, 32768, 4096
 # Drawn once from a log-normal of the documents' kind, then fixed.
@@ -37,18 +43,20 @@ CASES = (
     *PACKED,
     *(f"blocks_{size}" for size in (512, 1024, 2048, 4096)),
     "staged_8",
-    "causal_8x4k_d64",
+    *(f"{kind}_8x4k_d{dim}" for dim in (64, 256) for kind in ("causal", "full")),
     "causal_1x32k_d64",
+    "causal_1x32k_d256",
     "causal_1x32k_reserve6",
     "causal_1x32k_reserve8",
 )
-MATMUL = "matmul_8192"
+MATMUL, PTXAS = "matmul_8192", "ptxas"
+ERRORS = tuple(f"errors_{kind}_d{dim}" for kind in ("causal", "full") for dim in (64, 128, 256))
 
 
 def main() -> None:
     """Runs the cases, prints a table and writes the records."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join((MATMUL, *CASES)))
+    parser.add_argument("--cases", default="all", help="all, unmeasured, or names with commas")
     parser.add_argument("--seconds", type=float, default=400, help="start nothing after this")
     parser.add_argument("--out", default="benchmarks/results")
     parser.add_argument("--one", help="a single case in this process; prints JSON lines")
@@ -57,13 +65,16 @@ def main() -> None:
         for record in measure(options.one):
             print("RECORD " + json.dumps(record), flush=True)
         return
+    path = pathlib.Path(options.out) / "attention.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = json.loads(path.read_text()) if path.exists() else []
     begin, records = time.monotonic(), []
     stamp = {
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flash-attn3-jax")},
         "command": "python -m benchmarks.attention " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
     }
-    for case in options.cases.split(","):
+    for case in cases_of(options.cases, old):
         if time.monotonic() - begin > options.seconds:
             print(f"{case}: not run, out of time")
             continue
@@ -79,9 +90,28 @@ def main() -> None:
         for record in map(json.loads, lines):
             records.append(record | stamp)
             print(row(record), flush=True)
-        folder = pathlib.Path(options.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "attention.json").write_text(json.dumps(records, indent=1) + "\n")
+        path.write_text(json.dumps(merged(old, records), indent=1) + "\n")
+    if bad := [record["case"] for record in records if not record.get("good", True)]:
+        raise SystemExit(f"spilled registers, or errors above 1.3 times those of cuDNN: {bad}")
+
+
+def cases_of(names: str, records: list[dict]) -> list[str]:
+    """The cases that `--cases` asks for."""
+    everything = [PTXAS, MATMUL, *ERRORS, *CASES]
+    if names == "unmeasured":
+        known = {record["case"].removesuffix("_gqa8") for record in records}
+        known |= {record["case"].rpartition("_")[0] for record in records}
+        return [case for case in everything if case not in known]
+    return everything if names == "all" else names.split(",")
+
+
+def merged(old: list[dict], new: list[dict]) -> list[dict]:
+    """The records of both, the new ones where they are of the same case."""
+
+    def key(record: dict):
+        return record["benchmark"], record["case"]
+
+    return list(({key(x): x for x in old} | {key(x): x for x in new}).values())
 
 
 def version(name: str) -> str | None:
@@ -94,7 +124,8 @@ def version(name: str) -> str | None:
 
 def row(record: dict) -> str:
     """One line of the table."""
-    text = f"{record['benchmark']:19} {record['case']:24} {record['value']:7.1f} {record['unit']}"
+    value = f"{record['value']:7.1f}" if record["value"] >= 1 else f"{record['value']:7.5f}"
+    text = f"{record['benchmark']:19} {record['case']:24} {value} {record['unit']}"
     for name in ("fa3", "cudnn"):
         if name in record:
             text += f"  {name} {record[name]:.1f}"
@@ -108,6 +139,10 @@ def measure(case: str) -> list[dict]:
     import jax
     import jax.numpy as jnp
 
+    if case == PTXAS:
+        return measure_ptxas()
+    if case in ERRORS:
+        return measure_errors(case)
     device = {"device": jax.devices()[0].device_kind, "kind": "measured", "unit": "TFLOP/s"}
     if case == MATMUL:
         x, y = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in range(2))
@@ -116,7 +151,7 @@ def measure(case: str) -> list[dict]:
 
     from pallas_kernels import TokenMask, block_attention, block_attention_grad
 
-    dim = 64 if "d64" in case else 128
+    dim = dim_of(case)
     lengths, causal, block = segments_of(case)
     tokens = sum(lengths)
     reserve = int(case.rpartition("reserve")[2]) if "reserve" in case else 0
@@ -158,15 +193,14 @@ def measure(case: str) -> list[dict]:
     out, lse = ours(q, k, v, mask, works)
     forward = flops / median_seconds(ours, q, k, v, mask, works) / 1e12
     backward_args = q, k, v, out, lse, dout, mask, works
-    grads = ours_backward(*backward_args)
-    again = ours_backward(*backward_args)
-    backward = 2.5 * flops / median_seconds(ours_backward, *backward_args) / 1e12
-    found: dict[str, dict[str, Any]] = {
-        "attention_forward": {"value": forward, "checks": {}},
-        "attention_backward": {"value": backward, "checks": {}},
-    }
-    same = all(bool((a == b).all()) for a, b in zip(grads, again, strict=True))
-    found["attention_backward"]["checks"]["deterministic"] = same
+    found: dict[str, dict[str, Any]] = {"attention_forward": {"value": forward, "checks": {}}}
+    grads = []
+    if serves_backward(q, k, block):
+        grads = ours_backward(*backward_args)
+        again = ours_backward(*backward_args)
+        backward = 2.5 * flops / median_seconds(ours_backward, *backward_args) / 1e12
+        same = all(bool((a == b).all()) for a, b in zip(grads, again, strict=True))
+        found["attention_backward"] = {"value": backward, "checks": {"deterministic": same}}
     if case == "staged_8":
         one = [work_list(pairs, tokens // block, len(pairs))]
         found["attention_forward"] |= {
@@ -184,6 +218,8 @@ def measure(case: str) -> list[dict]:
             seconds = median_seconds(run, q, k, v)
             found["attention_forward"][name] = flops / seconds / 1e12
             found["attention_forward"]["checks"][f"difference to {name}"] = difference(out, want[0])
+            if not grads:
+                continue
             want_grads = run_backward(q, k, v, *want, dout)
             both = median_seconds(run_backward, q, k, v, *want, dout)
             if name == "cudnn":  # its backward is timed with a forward
@@ -205,6 +241,106 @@ def measure(case: str) -> list[dict]:
     return records
 
 
+def serves_backward(q, k, block: int) -> bool:
+    """Whether there is a backward kernel for the operands."""
+    from pallas_kernels import block_attention_mgpu
+
+    return block_attention_mgpu.unsupported(q, k, block, backward=True) is None
+
+
+def measure_ptxas() -> list[dict]:
+    """Bytes of registers that default configurations spill."""
+    import jax
+
+    from pallas_kernels import ptxas
+
+    served = [(kernel, dim) for kernel in ("forward", "continue") for dim in (64, 128, 256)]
+    served += [("backward", dim) for dim in (64, 128)]
+    stamp = dict(device=jax.devices()[0].device_kind, kind="measured", unit="bytes")
+    records = []
+    for kernel, dim in served:
+        found = ptxas.report(kernel, dim, HEADS // KV_HEADS)
+        record = stamp | dict(benchmark="attention_spills", case=f"ptxas_{kernel}_d{dim}")
+        allowed = ptxas.SPILLS_ALLOWED.get((kernel, dim), 0)
+        good = not found["serialized"] and found["spilled"] <= allowed
+        records.append(record | dict(value=found["spilled"], good=good, checks=found))
+    return records
+
+
+def measure_errors(case: str) -> list[dict]:
+    """Relative L2 errors against float64, of ours and of cuDNN, on one segment of 2048 tokens."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import TokenMask, block_attention, block_attention_grad
+
+    dim, causal, tokens, heads = dim_of(case), "causal" in case, 2048, (8, 1, 1, 8)
+    q, k, v, dout = (
+        jax.random.normal(jax.random.key(i), (tokens, n, dim), jnp.bfloat16)
+        for i, n in enumerate(heads)
+    )
+    index = np.arange(tokens)
+    last = index if causal else np.full(tokens, tokens - 1)
+    mask = TokenMask(*(jnp.asarray(x, jnp.int32) for x in (np.zeros(tokens), last, index)))
+    work = work_list(np.zeros((1, 2), int), 1, 1)
+    options: dict[str, Any] = dict(block_size=tokens, scale=dim**-0.5, implementation="mosaic_gpu")
+    out, lse = block_attention(q, k, v, mask, work, out_dtype=q.dtype, **options)
+    results = {"ours": [out]}
+    if serves_backward(q, k, tokens):
+        delta = jnp.einsum("qhd,qhd->hq", out, dout, preferred_element_type=jnp.float32)
+        grads = block_attention_grad(q, k, v, dout, lse, delta, mask, work, **options)
+        results["ours"] += [x.astype(q.dtype) for x in grads]
+    for name, make in dict(fa3=fa3, cudnn=cudnn).items():
+        try:
+            made: Any = make([tokens], causal, dim)
+            run, run_backward = made
+            want = run(q, k, v)
+            results[name] = [want[0], *run_backward(q, k, v, *want, dout)]
+        except Exception as error:  # cuDNN does not serve every head_dim; FA3 may be missing
+            print(f"{name}: {str(error)[:200]}", file=sys.stderr)
+    exact = float64_attention(q, k, v, dout, causal)
+    stamp = dict(device=jax.devices()[0].device_kind, kind="measured", unit="relative L2")
+    records = []
+    for i, name in enumerate(("out", "dq", "dk", "dv")[: len(results["ours"])]):
+        errors = {who: error_of(x[i], exact[i]) for who, x in results.items()}
+        record = stamp | dict(benchmark="attention_error", case=f"{case}_{name}")
+        record |= dict(value=errors["ours"], checks=errors)
+        if "cudnn" in errors:
+            ratio = errors["cudnn"] / errors["ours"]
+            record |= dict(reference="cudnn", reference_value=errors["cudnn"], ratio=ratio)
+            record |= dict(good=ratio >= 1 / 1.3)
+        records.append(record)
+    return records
+
+
+def float64_attention(q, k, v, dout, causal: bool) -> list[np.ndarray]:
+    """Out, dq, dk and dv of heads that share one kv head, [tokens, heads, head_dim] in float64."""
+    q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
+    k, v, scale = k[:, 0], v[:, 0], q.shape[2] ** -0.5
+    parts = []
+    for head in range(q.shape[1]):
+        scores = scale * q[:, head] @ k.T
+        if causal:
+            scores = np.where(np.tri(len(scores), dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        weights /= weights.sum(1, keepdims=True)
+        out, do = weights @ v, dout[:, head]
+        dscores = scale * weights * (do @ v.T - (out * do).sum(1, keepdims=True))
+        parts.append((out, dscores @ k, dscores.T @ q[:, head], weights.T @ do))
+    out, dq, dk, dv = (np.stack(x, axis=1) for x in zip(*parts, strict=True))
+    return [out, dq, dk.sum(1, keepdims=True), dv.sum(1, keepdims=True)]
+
+
+def error_of(got, want: np.ndarray) -> float:
+    """Relative L2 error."""
+    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
+
+
+def dim_of(case: str) -> int:
+    """The head_dim of a case."""
+    return next((dim for dim in (64, 256) if f"_d{dim}" in case), 128)
+
+
 def segments_of(case: str) -> tuple[list[int], bool, int]:
     """Segment lengths, whether causal, and block size of a case."""
     kind, _, rest = case.partition("_")
@@ -217,14 +353,6 @@ def segments_of(case: str) -> tuple[list[int], bool, int]:
     return EQUAL[rest.partition("_")[0]], kind == "causal", BLOCK
 
 
-def block_pairs(first: np.ndarray, last: np.ndarray, block: int) -> np.ndarray:
-    """(query block, kv block) pairs that hold a visible token pair, [n, 2]."""
-    blocks = len(first) // block
-    low = first.reshape(blocks, block).min(1) // block
-    high = last.reshape(blocks, block).max(1) // block
-    return np.concatenate([[(i, j) for j in range(low[i], high[i] + 1)] for i in range(blocks)])
-
-
 def stages_of(case: str, pairs: np.ndarray) -> list[np.ndarray]:
     """The pairs of each call: one call, or eight by kv block."""
     if case != "staged_8":
@@ -232,24 +360,20 @@ def stages_of(case: str, pairs: np.ndarray) -> list[np.ndarray]:
     return [pairs[pairs[:, 1] == column] for column in np.unique(pairs[:, 1])]
 
 
-def work_list(pairs: np.ndarray, rows: int, size: int):
-    """A `WorkList` of sorted pairs, padded to `size`."""
-    import jax.numpy as jnp
-
-    from pallas_kernels import WorkList
-
-    starts = np.searchsorted(pairs[:, 0], np.arange(rows + 1))
-    columns = np.resize(pairs[:, 1], size)
-    return WorkList(jnp.asarray(starts, jnp.int32), jnp.asarray(columns, jnp.int32))
-
-
 def fa3(lengths: list[int], causal: bool, dim: int):
     """FlashAttention-3 on packed rows: forward -> (out, lse), and backward."""
     import jax
     import jax.numpy as jnp
-    from flash_attn3_jax.flash import _flash_mha_bwd, _flash_mha_fwd
-    from flash_attn3_jax.varlen_bwd import flash_mha_varlen_bwd
-    from flash_attn3_jax.varlen_fwd import flash_mha_varlen_fwd
+    from flash_attn3_jax.flash import (  # pyrefly: ignore[missing-import]
+        _flash_mha_bwd,
+        _flash_mha_fwd,
+    )
+    from flash_attn3_jax.varlen_bwd import (  # pyrefly: ignore[missing-import]
+        flash_mha_varlen_bwd,
+    )
+    from flash_attn3_jax.varlen_fwd import (  # pyrefly: ignore[missing-import]
+        flash_mha_varlen_fwd,
+    )
 
     scale = dim**-0.5
     if len(set(lengths)) == 1:
@@ -310,24 +434,6 @@ def difference(a, b) -> float:
 
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return round(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), 5)
-
-
-def median_seconds(function, *args, seconds: float = 0.4, groups: int = 5) -> float:
-    """Median seconds a call, over groups of back-to-back calls."""
-    import jax
-
-    jax.block_until_ready(function(*args))
-    begin = time.perf_counter()
-    jax.block_until_ready(function(*args))
-    calls = max(1, int(seconds / groups / (time.perf_counter() - begin)))
-    times = []
-    for _ in range(groups):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            result = function(*args)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - begin) / calls)
-    return float(np.median(times))
 
 
 if __name__ == "__main__":
