@@ -118,7 +118,9 @@ class Lab:
                     axis.plot(list(points), list(points.values()), marker="o", label=line)
                     axis.set_xscale("log", base=2)
                     axis.set_xticks(list(points), [f"{x:g}" for x in points])
-            axis.set(title=title, xlabel="" if bars else label, ylabel=what, ylim=(0, None))
+            top = max(max(points.values()) for points in lines.values())
+            axis.set(title=title, xlabel="" if bars else label, ylabel=what)
+            axis.set_ylim(0, top * (1.3 if bars else 1.06))  # bars leave room for the legend
             axis.legend(fontsize=8)
         self.images.mkdir(parents=True, exist_ok=True)
         figure.savefig(self.images / f"topology_{name}.png", dpi=100)
@@ -361,7 +363,7 @@ def slow(lab: Lab) -> None:
         values = {
             "slow rank, unknown to the planner": lab.share(ranks, rank_speeds=speeds),
             "slow rank, known": lab.share(ranks, plan=known),
-            "slow links": lab.share(ranks, network, H200),
+            "slow links, H200": lab.share(ranks, network, H200),
         }
         for name, value in values.items():
             lines.setdefault(name, {})[f"{factor:g}"] = value
