@@ -25,7 +25,11 @@ def test_smoke_leaves_complete_records(switch, tmp_path, monkeypatch):
     else:
         both = "bf16_{} bf16_{}_pieces int8_{} int8_{}_pieces int8_{}_product quantize_{}"
         expected = {name.format(*[who] * 6) for who in ("ours", "xla") for name in [both]}
-        assert set(names) == {*" ".join(expected).split(), "int8_xla_without_scales"}
+        assert set(names) == {
+            *" ".join(expected).split(),
+            "int8_xla_without_scales",
+            f"bf16_ours_pieces_reserve{matmul.RESERVED}",
+        }
         reference = {record["case"] for record in records if "ratio" not in record}
         assert reference == {f"{matmul.SMOKE}_{name}" for name in ("bf16_xla", "quantize_xla")}
     for record in records:
