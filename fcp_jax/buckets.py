@@ -2,6 +2,7 @@
 
 import logging
 import math
+import operator
 from collections.abc import Iterable
 
 from fcp_jax.plan import Plan, bucket_size, pad_plan
@@ -16,7 +17,7 @@ class PlanBuckets:
     """Pads plans to the largest table sizes seen so far; sizes never shrink.
 
     A padded table entry costs a few bytes and no work, a table that outgrows its bucket costs a
-    compile. So a table that must grow gets headroom, and `reserve` looks at the first batches of a
+    compile. So when one must grow all get headroom, and `reserve` looks at the first batches of a
     run before anything is compiled. Plans of the "static" transport still compile one by one:
     their rounds are part of the program.
 
@@ -31,7 +32,8 @@ class PlanBuckets:
         """Starts empty.
 
         Args:
-          headroom: a table that must grow gets room for this many times its rows, at least 1.
+          headroom: when a table must grow, each gets room for this many times the plan's rows, at
+            least 1.
 
         Raises:
           ValueError: if headroom is below 1 or not finite.
@@ -54,13 +56,17 @@ class PlanBuckets:
 
     def reserve(self, plans: Iterable[Plan]) -> None:
         """Makes room for plans that are still to come; this counts as no growth."""
-        for plan in plans:
-            self._sizes = self._fit(plan)
+        need = [plan.table_sizes for plan in plans]
+        if need:
+            self._sizes = self._grown(tuple(map(max, *need, need[0])))
 
     def pad(self, plan: Plan) -> Plan:
         """Returns the plan at the common sizes, which grow, with a log line, if it exceeds them."""
-        sizes = self._fit(plan)
-        if self._sizes is not None and sizes != self._sizes:
+        need = plan.table_sizes
+        if self._sizes and all(map(operator.ge, self._sizes, need)):
+            return pad_plan(plan, self._sizes)
+        sizes = self._grown(need)
+        if self._sizes is not None:
             self._num_growths += 1
             logger.info(
                 "plan tables grow from %s to %s (growth %d): the next step compiles again",
@@ -71,10 +77,8 @@ class PlanBuckets:
         self._sizes = sizes
         return pad_plan(plan, sizes)
 
-    def _fit(self, plan: Plan) -> tuple[int, ...]:
-        """The common sizes, with every size that the plan exceeds raised."""
-        have = self._sizes or (0,) * len(plan.table_sizes)
-        return tuple(
-            old if old >= new else bucket_size(max(math.ceil(new * self._headroom), _SMALLEST))
-            for old, new in zip(have, plan.table_sizes, strict=True)
-        )
+    def _grown(self, need: tuple[int, ...]) -> tuple[int, ...]:
+        """Room for these sizes and more, in every table, as one compile serves all of them."""
+        have = self._sizes or (0,) * len(need)
+        roomy = (bucket_size(max(math.ceil(new * self._headroom), _SMALLEST)) for new in need)
+        return tuple(map(max, have, roomy))
