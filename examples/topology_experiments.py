@@ -18,6 +18,7 @@ import json
 import pathlib
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 def plan_of(ranks: int, seed: int, workload: str = "lognormal", **options) -> fcp.Plan:
     """The plan of a batch; exact matchings unless a transport is asked for."""
     seqlens = sample_seqlens(workload, num_ranks=ranks, tokens_per_rank=TOKENS, seed=seed)
-    config = {"block_size": BLOCK, "transport": "static"} | options
+    config: dict[str, Any] = {"block_size": BLOCK, "transport": "static"} | options
     return fcp.make_plan(seqlens, fcp.PlanConfig(ranks, TOKENS, **config))
 
 
@@ -73,7 +74,7 @@ class Lab:
         """Mean over seeds of a figure of the simulation."""
         plan = plan or {}
         moves = plan.get("method", "fcp") in ("fcp", "magi")
-        options = {"reshuffle": "hidden" if moves else "none"} | options
+        chosen: dict[str, Any] = {"reshuffle": "hidden" if moves else "none"} | options
         values = [
             getattr(
                 simulate(
@@ -81,7 +82,7 @@ class Lab:
                     topology or fat_tree(ranks),
                     hardware,
                     backward=backward,
-                    **options,
+                    **chosen,
                 ),
                 figure,
             )
