@@ -193,14 +193,13 @@ def measure(case: str) -> list[dict]:
     out, lse = ours(q, k, v, mask, works)
     forward = flops / median_seconds(ours, q, k, v, mask, works) / 1e12
     backward_args = q, k, v, out, lse, dout, mask, works
-    found: dict[str, dict[str, Any]] = {"attention_forward": {"value": forward, "checks": {}}}
-    grads = []
-    if serves_backward(q, k, block):
-        grads = ours_backward(*backward_args)
-        again = ours_backward(*backward_args)
-        backward = 2.5 * flops / median_seconds(ours_backward, *backward_args) / 1e12
-        same = all(bool((a == b).all()) for a, b in zip(grads, again, strict=True))
-        found["attention_backward"] = {"value": backward, "checks": {"deterministic": same}}
+    grads, again = ours_backward(*backward_args), ours_backward(*backward_args)
+    backward = 2.5 * flops / median_seconds(ours_backward, *backward_args) / 1e12
+    same = all(bool((a == b).all()) for a, b in zip(grads, again, strict=True))
+    found: dict[str, dict[str, Any]] = {
+        "attention_forward": {"value": forward, "checks": {}},
+        "attention_backward": {"value": backward, "checks": {"deterministic": same}},
+    }
     if case == "staged_8":
         one = [work_list(pairs, tokens // block, len(pairs))]
         found["attention_forward"] |= {
@@ -218,8 +217,6 @@ def measure(case: str) -> list[dict]:
             seconds = median_seconds(run, q, k, v)
             found["attention_forward"][name] = flops / seconds / 1e12
             found["attention_forward"]["checks"][f"difference to {name}"] = difference(out, want[0])
-            if not grads:
-                continue
             want_grads = run_backward(q, k, v, *want, dout)
             both = median_seconds(run_backward, q, k, v, *want, dout)
             if name == "cudnn":  # its backward is timed with a forward
@@ -241,21 +238,14 @@ def measure(case: str) -> list[dict]:
     return records
 
 
-def serves_backward(q, k, block: int) -> bool:
-    """Whether there is a backward kernel for the operands."""
-    from pallas_kernels import block_attention_mgpu
-
-    return block_attention_mgpu.unsupported(q, k, block, backward=True) is None
-
-
 def measure_ptxas() -> list[dict]:
     """Bytes of registers that default configurations spill."""
     import jax
 
     from pallas_kernels import ptxas
 
-    served = [(kernel, dim) for kernel in ("forward", "continue") for dim in (64, 128, 256)]
-    served += [("backward", dim) for dim in (64, 128)]
+    kernels = ("forward", "continue", "backward")
+    served = [(kernel, dim) for kernel in kernels for dim in (64, 128, 256)]
     stamp = dict(device=jax.devices()[0].device_kind, kind="measured", unit="bytes")
     records = []
     for kernel, dim in served:
@@ -285,11 +275,9 @@ def measure_errors(case: str) -> list[dict]:
     work = work_list(np.zeros((1, 2), int), 1, 1)
     options: dict[str, Any] = dict(block_size=tokens, scale=dim**-0.5, implementation="mosaic_gpu")
     out, lse = block_attention(q, k, v, mask, work, out_dtype=q.dtype, **options)
-    results = {"ours": [out]}
-    if serves_backward(q, k, tokens):
-        delta = jnp.einsum("qhd,qhd->hq", out, dout, preferred_element_type=jnp.float32)
-        grads = block_attention_grad(q, k, v, dout, lse, delta, mask, work, **options)
-        results["ours"] += [x.astype(q.dtype) for x in grads]
+    delta = jnp.einsum("qhd,qhd->hq", out, dout, preferred_element_type=jnp.float32)
+    grads = block_attention_grad(q, k, v, dout, lse, delta, mask, work, **options)
+    results = {"ours": [out, *(x.astype(q.dtype) for x in grads)]}
     for name, make in dict(fa3=fa3, cudnn=cudnn).items():
         try:
             made: Any = make([tokens], causal, dim)
@@ -301,7 +289,7 @@ def measure_errors(case: str) -> list[dict]:
     exact = float64_attention(q, k, v, dout, causal)
     stamp = dict(device=jax.devices()[0].device_kind, kind="measured", unit="relative L2")
     records = []
-    for i, name in enumerate(("out", "dq", "dk", "dv")[: len(results["ours"])]):
+    for i, name in enumerate(("out", "dq", "dk", "dv")):
         errors = {who: error_of(x[i], exact[i]) for who, x in results.items()}
         record = stamp | dict(benchmark="attention_error", case=f"{case}_{name}")
         record |= dict(value=errors["ours"], checks=errors)

@@ -42,7 +42,7 @@ from pallas_kernels.tile_schedule import TileSchedule
 from pallas_kernels.work_list import TokenMask
 
 _DS_BUFFERS = 2
-_TILED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+TILED_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 def backward(
@@ -89,17 +89,7 @@ def backward(
     lag = 1 if config.dq_warpgroup else 0
     log2_scale = scale * LOG2_E
 
-    # What S and dP of a query row begin with (a row that saw nothing gets weight 0), 1 / quantum.
-    quantum = _quantum(k, v, dout, delta, scale)
-    stats = jnp.stack(
-        [
-            jnp.where(jnp.isneginf(lse), -jnp.inf, lse * (-1 / scale)),
-            -delta,
-            jnp.where(quantum > 0, scale / quantum, 0.0),
-        ],
-        axis=1,
-    )
-    stats = stats.reshape(num_q_heads, 3, -1, ROWS).swapaxes(1, 2)  # [head, tile, 3, row]
+    quantum, stats = row_values(k, v, dout, lse, delta, scale)
     spans = query_spans(mask)
 
     def kernel(
@@ -108,7 +98,6 @@ def backward(
         index_smem, q_smem, do_smem, stats_smem, spans_smem, ds_smem, dq_smem, p_smem, kv_full, kv_empty, q_full,
         do_full, empty, spans_full, ds_full, ds_empty, unit_smem, unit_full, unit_empty,
     ):  # fmt: skip
-        cta = lax.axis_index("cta")
         wg = lax.axis_index("wg")
 
         def begin_at(ref, start):
@@ -119,41 +108,13 @@ def backward(
             value = plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
             return value + start if interpret else value
 
-        # Units of work, (kv head, kv tile), go to whoever is free: the warpgroup that copies takes
-        # the next number and tells the others. Heads one after the other keep the tiles and dq that
-        # all thread blocks work on in L2; longest first evens the ends.
-        num_live = num_live_ref[0]
-
-        def next_unit(r, takes):
-            """Number of the r-th unit of this thread block."""
-            if interpret:
-                return r * num_ctas + cta
-            slot = lax.rem(r, 2)
-            if takes:
-                pl.when(r >= 2)(lambda: plgpu.barrier_wait(unit_empty.at[slot]))
-                take_number(counter_ref, unit_smem.at[slot])
-                plgpu.barrier_arrive(unit_full.at[slot])
-            plgpu.barrier_wait(unit_full.at[slot])
-            unit = lax.optimization_barrier(unit_smem[slot, 0])
-            plgpu.barrier_arrive(unit_empty.at[slot])
-            return unit
-
         def run_units(run_unit, takes=False):
-            """Folds step = run_unit(r, unit, step) over this block's units, from step 0."""
-
-            def body(state):
-                r, unit, step = state
-                kv_head, row = divide(unit, jnp.maximum(num_live, 1))
-                tile = order_ref[row]
-                begin = starts_ref[tile]
-                unit = kv_head, tile, begin, starts_ref[tile + 1] - begin, num_masked_ref[tile]
-                step = run_unit(r, unit, step)
-                return r + 1, next_unit(r + 1, takes), step
-
-            zero = jnp.int32(0)
-            start = zero, next_unit(zero, takes), zero
-            end = lax.while_loop(lambda state: state[1] < num_live * num_kv_heads, body, start)
-            return end[0], end[2]
+            return fold_units(
+                run_unit, takes,
+                (counter_ref, order_ref, num_live_ref, starts_ref, num_masked_ref),
+                (unit_smem, unit_full, unit_empty),
+                num_sections=num_kv_heads, num_ctas=num_ctas, interpret=interpret,
+            )  # fmt: skip
 
         @pl.when(wg == num_threads - 1)
         def _copy():
@@ -211,7 +172,7 @@ def backward(
                 target[...] += (dq * factors).astype(jnp.int32)
                 return
             plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-            stage[...] = _multiply_to_int32(dq, factors)
+            stage[...] = multiply_to_int32(dq, factors)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(stage, target, reduction_op="add")
 
@@ -411,7 +372,7 @@ def backward(
             stats_smem=plgpu.SMEM((stages, 3, ROWS), jnp.float32),
             spans_smem=plgpu.SMEM((stages, 2, ROWS), jnp.int32),
             ds_smem=plgpu.SMEM((_DS_BUFFERS, 2, ROWS, ROWS), dtype, transforms=TILED),
-            dq_smem=plgpu.SMEM((2, ROWS, ROWS), jnp.int32, transforms=_TILED_32),
+            dq_smem=plgpu.SMEM((2, ROWS, ROWS), jnp.int32, transforms=TILED_32),
             p_smem=None
             if not config.dq_warpgroup and not interpret
             else plgpu.SMEM((2, ROWS, ROWS), dtype, transforms=TILED),
@@ -449,7 +410,58 @@ def backward(
     return dq[...] * quantum.T[..., None], dk[...], dv[...]
 
 
-def _multiply_to_int32(x, factor):
+def fold_units(run_unit, takes, lists, channel, *, num_sections, num_ctas, interpret):
+    """Folds step = run_unit(r, unit, step) over the units of this thread block, from step 0.
+
+    Units of work, (kv head, kv tile), go to whoever is free: the warpgroup that copies takes the
+    next number and tells the others. Heads one after the other keep the tiles and dq that all
+    thread blocks work on in L2; longest first evens the ends.
+
+    Args:
+      run_unit: a unit is (kv head, kv tile, its first visit, visits, how many are masked).
+      takes: whether this warpgroup takes the numbers.
+      lists: refs of the counter and of a `TileSchedule` without its pieces.
+      channel: int32 [2, 1] in shared memory and its barriers, full and empty.
+      num_sections: kv heads.
+      num_ctas: thread blocks.
+      interpret: whether this is the interpreter, which has no counter.
+
+    Returns:
+      How many units there were, and the last step.
+    """
+    counter_ref, order_ref, num_live_ref, starts_ref, num_masked_ref = lists
+    unit_smem, unit_full, unit_empty = channel
+    num_live = num_live_ref[0]
+
+    def next_unit(r):
+        if interpret:
+            return r * num_ctas + lax.axis_index("cta")
+        slot = lax.rem(r, 2)
+        if takes:
+            pl.when(r >= 2)(lambda: plgpu.barrier_wait(unit_empty.at[slot]))
+            take_number(counter_ref, unit_smem.at[slot])
+            plgpu.barrier_arrive(unit_full.at[slot])
+        plgpu.barrier_wait(unit_full.at[slot])
+        unit = lax.optimization_barrier(unit_smem[slot, 0])
+        plgpu.barrier_arrive(unit_empty.at[slot])
+        return unit
+
+    def body(state):
+        r, unit, step = state
+        kv_head, row = divide(unit, jnp.maximum(num_live, 1))
+        tile = order_ref[row]
+        begin = starts_ref[tile]
+        unit = kv_head, tile, begin, starts_ref[tile + 1] - begin, num_masked_ref[tile]
+        step = run_unit(r, unit, step)
+        return r + 1, next_unit(r + 1), step
+
+    zero = jnp.int32(0)
+    start = zero, next_unit(zero), zero
+    rounds, _, steps = lax.while_loop(lambda state: state[1] < num_live * num_sections, body, start)
+    return rounds, steps
+
+
+def multiply_to_int32(x, factor):
     """X * factor as int32, for products below 2**30 in absolute value, on the FMA pipe.
 
     The conversion instruction shares a slow unit with exp2. Here the product is rounded to a
@@ -490,6 +502,24 @@ def _multiply_to_int32(x, factor):
         return x._pointwise(one, factor, output_is_signed=True)
 
     return multiply(x, factor)
+
+
+def row_values(k, v, dout, lse, delta, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Quantum of every row, and what kernels need of 64 rows, float32 [head, tile, 3, row].
+
+    The latter are what S and dP begin with (a row that saw nothing gets weight 0), and
+    scale / quantum.
+    """
+    quantum = _quantum(k, v, dout, delta, scale)
+    stats = jnp.stack(
+        [
+            jnp.where(jnp.isneginf(lse), -jnp.inf, lse * (-1 / scale)),
+            -delta,
+            jnp.where(quantum > 0, scale / quantum, 0.0),
+        ],
+        axis=1,
+    )
+    return quantum, stats.reshape(lse.shape[0], 3, -1, ROWS).swapaxes(1, 2)
 
 
 def _quantum(k, v, dout, delta, scale: float) -> jax.Array:

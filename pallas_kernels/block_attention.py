@@ -103,7 +103,7 @@ def block_attention_grad(
     _check(q, k, v, mask, work, block_size, scale, reserve_sms)
     operands = q, k, v, dout, lse, delta, mask, work, dq
     options = dict(block_size=block_size, scale=scale)
-    if _choose(implementation, q, k, block_size, backward=True) == "mosaic_gpu":
+    if _choose(implementation, q, k, block_size) == "mosaic_gpu":
         return block_attention_mgpu.backward(*operands, reserve_sms=reserve_sms, **options)
     return block_attention_xla.backward(*operands, **options)
 
@@ -123,24 +123,19 @@ def explain(q, k, *, block_size: int, implementation: str | None = None) -> str:
     Raises:
       ValueError: if `implementation` cannot be used.
     """
-    name = _choose(implementation, q, k, block_size)
-    text = implementations.explain(
+    _choose(implementation, q, k, block_size)
+    return implementations.explain(
         implementation, block_attention_mgpu.unsupported(q, k, block_size)
     )
-    refusal = block_attention_mgpu.unsupported(q, k, block_size, backward=True)
-    if name == "mosaic_gpu" and refusal:
-        text += f"; not backward, as {refusal}"
-    return text
 
 
-def _choose(name: str | None, q, k, block_size: int, *, backward: bool = False) -> str:
+def _choose(name: str | None, q, k, block_size: int) -> str:
     if name == "cudnn":
         raise ValueError(
             "implementation 'cudnn' is not offered: cuDNN's attention takes sequence lengths, not "
             "block pairs with a token mask, and cannot continue a state"
         )
-    unsupported = block_attention_mgpu.unsupported(q, k, block_size, backward=backward)
-    return implementations.choose(name, unsupported)
+    return implementations.choose(name, block_attention_mgpu.unsupported(q, k, block_size))
 
 
 def _check(q, k, v, mask: TokenMask, work: WorkList, block_size, scale, reserve_sms) -> None:

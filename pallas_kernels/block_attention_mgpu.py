@@ -13,7 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import attention_backward_mgpu, attention_forward_mgpu, tile_schedule
+from pallas_kernels import (
+    attention_backward_mgpu,
+    attention_backward_wide_mgpu,
+    attention_forward_mgpu,
+    tile_schedule,
+)
 from pallas_kernels.implementations import num_sms
 from pallas_kernels.mgpu_common import ROWS
 from pallas_kernels.work_list import AttentionState, TokenMask, WorkList
@@ -90,6 +95,8 @@ def untuned(kernel: str, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> 
     Returns:
       A `ForwardConfig` or a `BackwardConfig`.
     """
+    if kernel == "backward" and q_shape[2] == 256:
+        return BackwardConfig(dq_warpgroup=False, compute_registers=240, copy_registers=24)
     if kernel == "backward":
         return BackwardConfig()
     pack = 2 if (q_shape[1] // k_shape[1]) % 2 == 0 else 1
@@ -121,15 +128,12 @@ def _table() -> list[dict]:
     return json.loads(TUNED.read_text())
 
 
-def unsupported(
-    q: jax.Array, k: jax.Array, block_size: int, *, backward: bool = False
-) -> str | None:
+def unsupported(q: jax.Array, k: jax.Array, block_size: int) -> str | None:
     """Says why the kernels cannot serve these operands, or None where they can."""
-    name, dims = ("its backward", (64, 128)) if backward else ("it", (64, 128, 256))
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16 operands, got {q.dtype}"
-    if q.shape[2] not in dims:
-        return f"{name} needs head_dim in {dims}, got {q.shape[2]}"
+    if q.shape[2] not in (64, 128, 256):
+        return f"it needs head_dim 64, 128 or 256, got {q.shape[2]}"
     if block_size % (2 * ROWS):
         return f"it needs a block_size that is a multiple of {2 * ROWS}, got {block_size}"
     if max(q.shape[0], k.shape[0]) >= 2**22:
@@ -234,12 +238,17 @@ def backward(
       As there.
     """
     config = config or backward_config(q.shape, k.shape)
-    if not config.dq_warpgroup and q.shape[2] != 128:
-        raise ValueError(f"dq_warpgroup=False needs head_dim 128, got {q.shape[2]}")
+    wide = q.shape[2] == 256
+    if q.shape[2] != 128 and config.dq_warpgroup == wide:
+        raise ValueError(
+            "dq_warpgroup must be True for head_dim 64, False for 256, either for 128, got "
+            f"{config.dq_warpgroup} and head_dim {q.shape[2]}"
+        )
     schedule = tile_schedule.kv_major(
-        mask, work, block_size=block_size, q_piece=ROWS, tile_kv=2 * ROWS
+        mask, work, block_size=block_size, q_piece=ROWS, tile_kv=ROWS if wide else 2 * ROWS
     )
-    dq_part, dk, dv = attention_backward_mgpu.backward(
+    kernel = attention_backward_wide_mgpu if wide else attention_backward_mgpu
+    dq_part, dk, dv = kernel.backward(
         q,
         k,
         v,

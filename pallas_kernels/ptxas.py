@@ -14,7 +14,7 @@ from pallas_kernels import block_attention_mgpu
 from pallas_kernels.work_list import AttentionState, TokenMask, WorkList
 
 # Bytes that default configurations still spill, by kernel and head_dim.
-SPILLS_ALLOWED = {("backward", 128): 80}
+SPILLS_ALLOWED = {("backward", 128): 80, ("backward", 256): 116}
 _ROWS, _KV_HEADS = 4096, 2
 
 

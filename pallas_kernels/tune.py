@@ -86,6 +86,7 @@ JOBS = (
         _NO_TURNS,
     )),
     Job("backward", 64, 8, ({}, dict(stages=3))),
+    Job("backward", 256, 8, ({}, dict(compute_registers=232, copy_registers=40))),
     Job("forward", 128, 1, ({}, dict(kv_piece=64), _NO_TURNS)),
     Job("forward", 64, 1, ({}, dict(kv_piece=64), dict(tile_kv=192, kv_piece=64))),
     Job("forward", 256, 1, ({}, _NO_TURNS)),

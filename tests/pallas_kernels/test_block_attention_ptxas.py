@@ -24,8 +24,8 @@ def sharding():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kernel", ["forward", "continue", "backward"])
 def test_no_registers_are_spilled(kernel, head_dim, group, sharding):
-    if kernel == "backward" and (head_dim == 256 or group == 8):
-        pytest.skip("not served, or the same program")
+    if kernel == "backward" and group == 8:
+        pytest.skip("the same program")
     found = ptxas.report(kernel, head_dim, group, sharding=sharding)
     assert not found["serialized"]
     assert found["spilled"] <= ptxas.SPILLS_ALLOWED.get((kernel, head_dim), 0)
