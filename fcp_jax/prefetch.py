@@ -2,9 +2,13 @@
 
 import collections
 import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
 
 from fcp_jax.config import PlanConfig
 from fcp_jax.plan import Plan
@@ -48,7 +52,9 @@ class PlanPrefetcher[Batch]:
             raise ValueError(f"ahead must be at least 1, got {ahead}")
         self._batches, self._config, self._rows_of, self._ahead = batches, config, rows_of, ahead
         self._waited = 0.0
-        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
+        )
         self._pool.submit(int)  # starts the worker while the caller is still setting up
 
     @property
@@ -95,3 +101,14 @@ class PlanPrefetcher[Batch]:
     def __exit__(self, *exception) -> None:
         """Closes."""
         self.close()
+
+
+def _end_with_parent() -> None:
+    """Lets a worker end when its parent does; a killed one could not tell it to."""
+    parent: Any = multiprocessing.parent_process()
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

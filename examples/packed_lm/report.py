@@ -20,7 +20,8 @@ def progress_line(record: StepRecord, steps: int) -> str:
     return (
         f"step {record.step + 1:3d}/{steps}  loss {record.loss:.4f}  "
         f"grad norm {record.grad_norm:7.3f}  {record.tokens_per_second:8,.0f} tokens/s  "
-        f"step {record.seconds:6.2f} s  plan {1e3 * record.plan_seconds:5.1f} ms"
+        f"step {record.seconds:6.2f} s  "
+        f"plan {1e3 * record.plan_seconds:5.1f} ms, waited for {1e3 * record.wait_seconds:4.1f}"
         + ("  (compiled)" if record.compiled else "")
     )
 
@@ -92,6 +93,8 @@ def write(directory: Path, trainer: Trainer, runs: dict[str, list[StepRecord]]) 
         "table_growths": trainer.buckets.num_growths,
         "fewest_ranks_of_widest_segment": min(record.widest_segment for record in records),
         "tokens_per_second": statistics.median(record.tokens_per_second for record in steady),
+        # The first plan is made while there is no step yet to hide it.
+        "longest_wait_for_a_plan": max(record.wait_seconds for record in records[1:] or records),
         "plan_seconds": statistics.median(record.plan_seconds for record in records),
         "largest_difference": {
             other: largest_difference([record.loss for record in compared], losses)
@@ -109,7 +112,8 @@ def write(directory: Path, trainer: Trainer, runs: dict[str, list[StepRecord]]) 
         f"loss {losses[0]:.4f} -> {losses[-1]:.4f} ({metrics['loss_fall']:.1%} lower), "
         f"{metrics['tokens_per_second']:,.0f} tokens/s, step compiled "
         f"{trainer.num_traces} time(s), widest segment of every batch on at least "
-        f"{metrics['fewest_ranks_of_widest_segment']} ranks"
+        f"{metrics['fewest_ranks_of_widest_segment']} ranks; from the second step on, none waited "
+        f"for its plan longer than {1e3 * metrics['longest_wait_for_a_plan']:.1f} ms"
     )
     print(
         f"layout {trainer.model.config.layout!r}; to change it and back, the busiest rank moves "

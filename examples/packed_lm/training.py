@@ -67,7 +67,8 @@ class StepRecord:
       grad_norm: global norm before clipping.
       num_tokens: without padding.
       seconds: wall time from the end of the step before to the end of this one.
-      plan_seconds: host time of the plan, spent while the step before ran.
+      plan_seconds: host time of the plan, spent in a worker process while steps before ran.
+      wait_seconds: how long the step waited for its plan.
       widest_segment: ranks that the most spread segment of the batch is on.
       compiled: whether the step was compiled.
     """
@@ -78,6 +79,7 @@ class StepRecord:
     num_tokens: int
     seconds: float
     plan_seconds: float
+    wait_seconds: float
     widest_segment: int
     compiled: bool
 
@@ -137,26 +139,34 @@ class Trainer:
         if self.buckets.sizes is None:
             ahead = range(self.step, self.step + self.train_config.plan_ahead)
             self.buckets.reserve(self.plan(step)[1] for step in ahead)
-        upcoming = self._prepare(self.step) if self.step < until else None
+        batches = (self.corpus.batch(step) for step in range(self.step, until))
+        with fcp.PlanPrefetcher(batches, self.plan_config, rows_of=_segments) as planned:
+            yield from self._steps(planned)
+
+    def _steps(self, planned: fcp.PlanPrefetcher[Batch]) -> Iterator[StepRecord]:
+        plans = self._prepared(planned)
+        upcoming = next(plans, None)
         ended = time.perf_counter()
         while upcoming is not None:
-            batch, arrays, plan, plan_seconds = upcoming
+            batch, arrays, plan, wait_seconds = upcoming
             traces = self.num_traces
             metrics = self._jitted_step(self.model, self.optimizer, arrays, plan)
             step, self.step = self.step, self.step + 1
-            # The devices are busy from here on; the host plans the next step meanwhile.
-            upcoming = self._prepare(self.step) if self.step < until else None
+            # The devices are busy from here on; the host prepares the next step meanwhile.
+            upcoming = next(plans, None)
             loss, grad_norm, flags = (np.asarray(x).item() for x in metrics)
             if flags:
                 raise RuntimeError(f"{step=}: the plan is not for this batch, {flags=}")
             now = time.perf_counter()
+            assert plan.stats is not None
             yield StepRecord(
                 step=step,
                 loss=loss,
                 grad_norm=grad_norm,
                 num_tokens=batch.num_tokens,
                 seconds=now - ended,
-                plan_seconds=plan_seconds,
+                plan_seconds=plan.stats.planning_seconds,
+                wait_seconds=wait_seconds,
                 widest_segment=max(
                     int(ranks_per_segment(plan, row).max(initial=0))
                     for row in range(len(batch.segments))
@@ -184,15 +194,14 @@ class Trainer:
         self.step = step
         return True
 
-    def _prepare(self, step: int):
-        started = time.perf_counter()
-        batch, plan = self.plan(step)
-        plan = self.buckets.pad(plan)
-        plan_seconds = time.perf_counter() - started
-        arrays = batch.arrays
-        if self.mesh is not None:
-            arrays = jax.device_put(arrays, NamedSharding(self.mesh, P("dp", "cp")))
-        return batch, arrays, plan, plan_seconds
+    def _prepared(self, planned: fcp.PlanPrefetcher[Batch]):
+        waited = 0.0
+        for batch, plan in planned:
+            arrays = batch.arrays
+            if self.mesh is not None:
+                arrays = jax.device_put(arrays, NamedSharding(self.mesh, P("dp", "cp")))
+            yield batch, arrays, self.buckets.pad(plan), planned.seconds_waited - waited
+            waited = planned.seconds_waited
 
     def _train_step(self, model: Decoder, optimizer: nnx.Optimizer, arrays, plan: fcp.Plan):
         """One update; its Python body runs once per trace."""
@@ -208,6 +217,10 @@ class Trainer:
 
     def _set_state(self, state) -> None:
         nnx.update((self.model, self.optimizer), state)
+
+
+def _segments(batch: Batch) -> list[fcp.Segments]:
+    return batch.segments
 
 
 def ranks_per_segment(plan: fcp.Plan, row: int) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 
@@ -95,6 +97,26 @@ def test_a_killed_worker_is_noticed():
         with pytest.raises(BrokenProcessPool):
             for _ in steps:
                 pass
+
+
+PARENT = """
+import os, signal
+import fcp_jax as fcp
+
+if __name__ == "__main__":
+    config = fcp.PlanConfig(4, 256, block_size=64)
+    with fcp.PlanPrefetcher([[[5]]] * 8, config, rows_of=lambda rows: rows) as planned:
+        next(iter(planned))
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_worker_ends_with_a_killed_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    # The worker holds the other end of the pipe too, so reading it to its end waits for both.
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, timeout=30)
+    assert done.returncode == -signal.SIGKILL
 
 
 def test_ahead_must_be_positive():
