@@ -307,6 +307,8 @@ def _row_tables(
 def _spread_own(lay: Layout, when: np.ndarray, stages: int) -> np.ndarray:
     """Puts work on own blocks where a rank has least to do, before the first stage and in each.
 
+    However coarse, some of it comes before the first stage, to hide that one's transfers.
+
     Args:
       lay: of the row.
       when: int64 [num_pairs], the stage of each pair; -1 for own ones.
@@ -329,11 +331,12 @@ def _spread_own(lay: Layout, when: np.ndarray, stages: int) -> np.ndarray:
     level = np.take_along_axis(level, flooded - 1, axis=1)
     done = np.cumsum(np.maximum(level - brought, 0.0), axis=1)
     order = np.lexsort((lay.slot[lay.pairs[0][own]], rank[own]))
-    work = lay.pair_work[own][order]
-    begins = np.concatenate([[0.0], np.cumsum(total)])[rank[own][order]]
-    middle = np.cumsum(work) - work / 2 - begins
+    work, of = lay.pair_work[own][order], rank[own][order]
+    middle = np.cumsum(work) - work / 2 - np.concatenate([[0.0], np.cumsum(total)])[of]
+    step = (done[of, :-1] < middle[:, None]).sum(axis=1)
+    step[np.diff(of, prepend=-1) > 0] = 0
     stage = np.empty(len(own), np.int64)
-    stage[order] = (done[rank[own][order], :-1] < middle[:, None]).sum(axis=1) - 1
+    stage[order] = step - 1
     return stage
 
 
