@@ -176,6 +176,15 @@ def test_lowers_for_cuda_without_a_gpu(dim, heads):
     assert text.count("custom_call @mosaic_gpu") == 3
 
 
+def test_kernels_that_never_ran_on_a_gpu_are_opt_in(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.implementations.no_device", lambda: None)
+    for dim, chosen in ((128, "mosaic_gpu: the Hopper"), (256, "xla: mosaic_gpu is not used, as")):
+        x = jnp.zeros((128, 1, dim), BF16)
+        assert explain(x, x, block_size=128).startswith(chosen)
+        asked = explain(x, x, block_size=128, implementation="mosaic_gpu")
+        assert asked == "mosaic_gpu: asked for"
+
+
 def test_named_implementation_is_refused_with_a_reason():
     x = jnp.zeros((256, 4, 64), BF16)
     index = jnp.zeros(256, jnp.int32)
