@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.tune import block_pairs, median_seconds, work_list
+from pallas_kernels.tune import block_pairs, median_seconds, merge, work_list
 
 HEADS, KV_HEADS, TOKENS, BLOCK = 64, 8, 32768, 4096
 # Drawn once from a log-normal of the documents' kind, then fixed.
@@ -90,7 +90,7 @@ def main() -> None:
         for record in map(json.loads, lines):
             records.append(record | stamp)
             print(row(record), flush=True)
-        path.write_text(json.dumps(merged(old, records), indent=1) + "\n")
+        path.write_text(json.dumps(merge(old, records, ("benchmark", "case")), indent=1) + "\n")
     if bad := [record["case"] for record in records if not record.get("good", True)]:
         raise SystemExit(f"spilled registers, or errors above 1.3 times those of cuDNN: {bad}")
 
@@ -103,15 +103,6 @@ def cases_of(names: str, records: list[dict]) -> list[str]:
         known |= {record["case"].rpartition("_")[0] for record in records}
         return [case for case in everything if case not in known]
     return everything if names == "all" else names.split(",")
-
-
-def merged(old: list[dict], new: list[dict]) -> list[dict]:
-    """The records of both, the new ones where they are of the same case."""
-
-    def key(record: dict):
-        return record["benchmark"], record["case"]
-
-    return list(({key(x): x for x in old} | {key(x): x for x in new}).values())
 
 
 def version(name: str) -> str | None:

@@ -90,7 +90,6 @@ def backward(
     log2_scale = scale * LOG2_E
 
     quantum, stats = row_values(k, v, dout, lse, delta, scale)
-    spans = query_spans(mask)
 
     def kernel(
         q_ref, k_ref, v_ref, do_ref, stats_ref, spans_ref, index_ref, order_ref, num_live_ref,
@@ -165,17 +164,6 @@ def backward(
                 lax.fori_loop(jnp.maximum(steps - stages + lag, 0), steps + lag, drain, None)
                 pl.when(rounds > 0)(lambda: plgpu.barrier_wait(kv_empty))
 
-        def add_dq(dq, factor, target, stage, pending):
-            """Adds dq * factor to the int32 target; `pending` copies may still read buffers."""
-            factors = lax.broadcast_in_dim(factor, dq.shape, [0])
-            if interpret:  # which has no reductions
-                target[...] += (dq * factors).astype(jnp.int32)
-                return
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-            stage[...] = multiply_to_int32(dq, factors)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, target, reduction_op="add")
-
         def dq_product(buffer, columns):
             def product(ref):
                 for w in range(2):
@@ -210,7 +198,7 @@ def backward(
                             plgpu.barrier_arrive(ds_empty.at[buffer])
                         target = dq_ref.at[q_rows, kv_head * group + head, columns]
                         stage = dq_smem.at[lax.rem(step * num_chunks + chunk, 2)]
-                        add_dq(dq, factor, target, stage, pending=1)
+                        add_dq(dq, factor, target, stage, pending=1, interpret=interpret)
                     return step + 1
 
                 def run_head(head, step):
@@ -243,13 +231,7 @@ def backward(
                 def weights(s, slot, masked):
                     if masked:
                         plgpu.barrier_wait(spans_full.at[slot])
-                        lo, width = (
-                            lax.broadcast_in_dim(load(spans_smem.at[slot, i], COLUMN), s.shape, [1])
-                            for i in range(2)
-                        )
-                        place = lax.broadcast_in_dim(load(index_smem.at[wg], ROW), s.shape, [0])
-                        seen = (place - lo).astype(jnp.uint32) <= width.astype(jnp.uint32)
-                        s = jnp.where(seen, s, -jnp.inf)
+                        s = visible_scores(s, spans_smem.at[slot], index_smem.at[wg])
                     return jnp.exp2(s * log2_scale)
 
                 def scores(ref, slot, me):
@@ -323,7 +305,7 @@ def backward(
                     plgpu.barrier_arrive(empty.at[slot])
                     q_rows = pl.ds(q_tile * ROWS, ROWS)
                     target = dq_ref.at[q_rows, kv_head * group + head, columns]
-                    add_dq(dq, factor, target, dq_smem.at[me], pending=0)
+                    add_dq(dq, factor, target, dq_smem.at[me], pending=0, interpret=interpret)
                     return step + 1
 
                 square = plgpu.ACC((ROWS, ROWS), jnp.float32)
@@ -360,9 +342,8 @@ def backward(
                 for i in range(_DS_BUFFERS):
                     plgpu.barrier_wait(ds_empty.at[lax.rem(steps + i, _DS_BUFFERS)])
 
-    launch = plgpu.kernel(
+    return launch(
         kernel,
-        out_type=(),
         scratch_types=dict(
             k_smem=plgpu.SMEM((2, ROWS, dim), dtype, transforms=TILED),
             v_smem=plgpu.SMEM((2, ROWS, dim), dtype, transforms=TILED),
@@ -388,6 +369,22 @@ def backward(
             unit_full=plgpu.Barrier(num_barriers=2),
             unit_empty=plgpu.Barrier(num_arrivals=num_threads, num_barriers=2),
         ),
+        num_ctas=num_ctas,
+        num_threads=num_threads,
+        interpret=interpret,
+        operands=(q, k, v, dout, stats, query_spans(mask), mask.kv_index, *schedule),
+        quantum=quantum,
+    )
+
+
+def launch(
+    kernel, *, scratch_types: dict, num_ctas, num_threads, interpret, operands, quantum
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs a backward kernel, whose refs are the operands, a counter, dq as int32, dk and dv."""
+    run = plgpu.kernel(
+        kernel,
+        out_type=(),
+        scratch_types=scratch_types,
         grid=(num_ctas,),
         grid_names=("cta",),
         num_threads=num_threads,
@@ -397,6 +394,7 @@ def backward(
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
+    q, k, v, *_ = operands
     counter, dq, dk, dv = (
         jax.new_ref(jnp.zeros(shape, dt))
         for shape, dt in (
@@ -406,8 +404,33 @@ def backward(
             (v.shape, jnp.float32),
         )
     )
-    launch(q, k, v, dout, stats, spans, mask.kv_index, *schedule, counter, dq, dk, dv)
+    run(*operands, counter, dq, dk, dv)
     return dq[...] * quantum.T[..., None], dk[...], dv[...]
+
+
+def visible_scores(s: jax.Array, spans_ref, index_ref) -> jax.Array:
+    """Scores [keys, queries], -inf where the query does not see the key."""
+    lo, width = (
+        lax.broadcast_in_dim(load(spans_ref.at[i], COLUMN), s.shape, [1]) for i in range(2)
+    )
+    place = lax.broadcast_in_dim(load(index_ref, ROW), s.shape, [0])
+    seen = (place - lo).astype(jnp.uint32) <= width.astype(jnp.uint32)
+    return jnp.where(seen, s, -jnp.inf)
+
+
+def add_dq(dq: jax.Array, factor, target, stage, *, pending: int, interpret: bool) -> None:
+    """Adds dq * factor to the int32 target, through `stage` in shared memory.
+
+    Up to `pending` copies may still read other buffers.
+    """
+    factors = lax.broadcast_in_dim(factor, dq.shape, [0])
+    if interpret:  # which has no reductions
+        target[...] += (dq * factors).astype(jnp.int32)
+        return
+    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+    stage[...] = _multiply_to_int32(dq, factors)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(stage, target, reduction_op="add")
 
 
 def fold_units(run_unit, takes, lists, channel, *, num_sections, num_ctas, interpret):
@@ -461,7 +484,7 @@ def fold_units(run_unit, takes, lists, channel, *, num_sections, num_ctas, inter
     return rounds, steps
 
 
-def multiply_to_int32(x, factor):
+def _multiply_to_int32(x, factor):
     """X * factor as int32, for products below 2**30 in absolute value, on the FMA pipe.
 
     The conversion instruction shares a slow unit with exp2. Here the product is rounded to a

@@ -17,9 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_backward_mgpu import (
     TILED_32,
+    add_dq,
     fold_units,
-    multiply_to_int32,
+    launch,
     row_values,
+    visible_scores,
 )
 from pallas_kernels.mgpu_common import ACC, COLUMN, LOG2_E, ROW, ROWS, TILED, load, query_spans
 from pallas_kernels.tile_schedule import TileSchedule
@@ -102,10 +104,9 @@ def backward(
 
             return pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
-        def add_dq(w, slot, tile, head):
+        def add_half_of_dq(w, slot, tile, head):
             """Adds this warpgroup's half of the columns of a dq tile."""
             factor = load(stats_smem.at[slot, 2], ROW)
-            factors = lax.broadcast_in_dim(factor, (ROWS, ROWS), [0])
             num_chunks = dim // 2 // ROWS
             for chunk in range(num_chunks):
                 columns = pl.ds(w * (dim // 2) + chunk * ROWS, ROWS)
@@ -118,13 +119,7 @@ def backward(
                 if chunk == num_chunks - 1:  # all products of this step are finished
                     plgpu.barrier_arrive(q_empty.at[slot])
                 target = dq_ref.at[pl.ds(tile * ROWS, ROWS), head, columns]
-                if interpret:  # which has no reductions
-                    target[...] += (dq * factors).astype(jnp.int32)
-                    continue
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                dq_smem.at[w][...] = multiply_to_int32(dq, factors)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
+                add_dq(dq, factor, target, dq_smem.at[w], pending=0, interpret=interpret)
 
         @pl.when(wg == 2)
         def _copy():
@@ -181,13 +176,7 @@ def backward(
             s = product(slot, 0, k_smem, q_smem.at[slot])
             if masked:
                 plgpu.barrier_wait(spans_full.at[slot])
-                lo, width = (
-                    lax.broadcast_in_dim(load(spans_smem.at[slot, i], COLUMN), s.shape, [1])
-                    for i in range(2)
-                )
-                place = lax.broadcast_in_dim(load(index_smem, ROW), s.shape, [0])
-                seen = (place - lo).astype(jnp.uint32) <= width.astype(jnp.uint32)
-                s = jnp.where(seen, s, -jnp.inf)
+                s = visible_scores(s, spans_smem.at[slot], index_smem)
             p = jnp.exp2(s * log2_scale)
             # The other warpgroup has read what was here: it has shared a dS since.
             p_smem[...] = p
@@ -200,7 +189,7 @@ def backward(
                 p = left_smem
             plgpu.wgmma(ref, p, do_smem)
             plgpu.barrier_wait(ds_full.at[slot])
-            add_dq(0, slot, tile, head)
+            add_half_of_dq(0, slot, tile, head)
             plgpu.barrier_arrive(do_empty.at[slot])
 
         def visit_for_dk(ref, masked, slot, tile, head):
@@ -218,7 +207,7 @@ def backward(
             plgpu.commit_smem()
             plgpu.barrier_arrive(ds_full.at[slot])
             plgpu.wgmma(ref, ds_smem if interpret else ds, q_smem.at[slot])
-            add_dq(1, slot, tile, head)
+            add_half_of_dq(1, slot, tile, head)
 
         def compute(visit, out, factor):
             plgpu.set_max_registers(config.compute_registers, action="increase")
@@ -262,9 +251,8 @@ def backward(
 
     tile = plgpu.SMEM((ROWS, dim), dtype, transforms=TILED)
     square = plgpu.SMEM((ROWS, ROWS), dtype, transforms=TILED)
-    launch = plgpu.kernel(
+    return launch(
         kernel,
-        out_type=(),
         scratch_types=dict(
             k_smem=tile,
             v_smem=tile,
@@ -290,24 +278,9 @@ def backward(
             unit_full=plgpu.Barrier(num_barriers=2),
             unit_empty=plgpu.Barrier(num_arrivals=3, num_barriers=2),
         ),
-        grid=(num_ctas,),
-        grid_names=("cta",),
+        num_ctas=num_ctas,
         num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-        ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=interpret,
+        operands=(q, k, v, dout, stats, query_spans(mask), mask.kv_index, *schedule),
+        quantum=quantum,
     )
-    counter, dq, dk, dv = (
-        jax.new_ref(jnp.zeros(shape, dt))
-        for shape, dt in (
-            ((1,), jnp.int32),
-            (q.shape, jnp.int32),
-            (k.shape, jnp.float32),
-            (v.shape, jnp.float32),
-        )
-    )
-    spans = query_spans(mask)
-    launch(q, k, v, dout, stats, spans, mask.kv_index, *schedule, counter, dq, dk, dv)
-    return dq[...] * quantum.T[..., None], dk[...], dv[...]

@@ -123,21 +123,20 @@ def explain(q, k, *, block_size: int, implementation: str | None = None) -> str:
     Raises:
       ValueError: if `implementation` cannot be used.
     """
-    _choose(implementation, q, k, block_size)
     return implementations.explain(implementation, _refusal(implementation, q, k, block_size))
 
 
 def _choose(name: str | None, q, k, block_size: int) -> str:
-    if name == "cudnn":
-        raise ValueError(
-            "implementation 'cudnn' is not offered: cuDNN's attention takes sequence lengths, not "
-            "block pairs with a token mask, and cannot continue a state"
-        )
     return implementations.choose(name, _refusal(name, q, k, block_size))
 
 
 def _refusal(name: str | None, q, k, block_size: int) -> str | None:
     """Says why the Hopper kernels do not serve operands; what never ran on a GPU is opt-in."""
+    if name == "cudnn":
+        raise ValueError(
+            "implementation 'cudnn' is not offered: cuDNN's attention takes sequence lengths, not "
+            "block pairs with a token mask, and cannot continue a state"
+        )
     if name is None and q.shape[2] == 256:
         return "its kernels for head_dim 256 have not run on a GPU yet and must be asked for"
     return block_attention_mgpu.unsupported(q, k, block_size)

@@ -15,6 +15,7 @@ import functools
 import importlib.metadata
 import json
 import math
+import operator
 import pathlib
 import subprocess
 import sys
@@ -251,12 +252,11 @@ def entry(job: Job, found: list[dict]) -> dict | None:
     }
 
 
-def merge(old: list[dict], new: list[dict]) -> list[dict]:
-    """The entries of both, the new ones where they serve the same cases."""
-
-    def key(x: dict):
-        return x["kernel"], x["head_dim"], x["even_group"]
-
+def merge(
+    old: list[dict], new: list[dict], fields: tuple[str, ...] = ("kernel", "head_dim", "even_group")
+) -> list[dict]:
+    """The entries of both, the new ones where `fields` are the same."""
+    key = operator.itemgetter(*fields)
     return list(({key(x): x for x in old} | {key(x): x for x in new}).values())
 
 
