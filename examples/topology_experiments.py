@@ -39,6 +39,7 @@ LADDER = {  # what is switched on, and the paper's forward and backward MFU (Tab
     "+ coalescer": (dict(reshuffle="exposed"), 16, 0.70, 0.69),
     "+ hidden reshuffle": (dict(reshuffle="hidden"), 16, 0.75, 0.74),
 }
+SHARE = "share of the kernel's rate"
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -96,6 +97,11 @@ class Lab:
         paper = f"   paper {more['paper']}" if "paper" in more else ""
         print(f"{case:52} {value:8.3f} {unit}{paper}", flush=True)
 
+    def point(self, line: dict, x, value: float, case: str, unit: str = SHARE, **more) -> None:
+        """Records a figure that is also drawn, as line[x]."""
+        line[x] = value
+        self.record(case, value, unit, **more)
+
     def draw(self, name: str, panels: dict[str, dict[str, dict]], label: str, what: str) -> None:
         """One panel a title; lines of {x: y}, or bars where x is text."""
         import matplotlib
@@ -145,8 +151,8 @@ def scaling(lab: Lab) -> None:
                         plan={"method": method},
                         figure="mfu",
                     )
-                    lines[method][ranks] = value
-                    lab.record(f"scaling_{cluster}_{way}_{method}_{ranks}", value, "MFU")
+                    case = f"scaling_{cluster}_{way}_{method}_{ranks}"
+                    lab.point(lines[method], ranks, value, case, "MFU")
             for ranks in lab.scales:
                 best = max(lines[method][ranks] for method in BASELINES)
                 gain = lines["fcp"][ranks] / best
@@ -160,7 +166,7 @@ def ladder(lab: Lab) -> None:
     panels: dict[str, dict[str, dict]] = {}
     for backward in (False, True):
         way = "backward" if backward else "forward"
-        lines = panels[way] = {"MFU": {}, "share of the kernel's rate": {}, "paper, MFU": {}}
+        lines = panels[way] = {"MFU": {}, SHARE: {}, "paper, MFU": {}}
         for name, (options, coalesce, *paper) in LADDER.items():
             run = functools.partial(
                 lab.share, ranks, backward=backward, plan={"coalesce": coalesce}, **options
@@ -184,10 +190,10 @@ def imbalance(lab: Lab) -> None:
             for ranks in lab.scales:
                 plans = [plan_of(ranks, seed, method=method) for seed in range(lab.seeds)]
                 values = [getattr(plan.stats, name) for plan in plans]
-                lines[method][ranks] = float(np.mean(values))
                 paper = {"paper": stated[method, i]} if (method, i) in stated else {}
                 case = f"imbalance_{name}_{method}_{ranks}"
-                lab.record(case, lines[method][ranks], "max/mean - 1", **paper)
+                mean = float(np.mean(values))
+                lab.point(lines[method], ranks, mean, case, "max/mean - 1", **paper)
     lab.draw("imbalance", panels, "ranks", "max / mean - 1")
 
 
@@ -202,9 +208,8 @@ def block_size(lab: Lab) -> None:
             value = lab.share(
                 ranks, backward=way == "backward", plan=dict(block_size=size, coalesce=coalesce)
             )
-            line[used] = value
-            lab.record(f"block_size_{way}_{size}", value, "share of the kernel's rate", used=used)
-    lab.draw("block_size", {f"{ranks} ranks": lines}, "rows a block", "share of the kernel's rate")
+            lab.point(line, used, value, f"block_size_{way}_{size}", used=used)
+    lab.draw("block_size", {f"{ranks} ranks": lines}, "rows a block", SHARE)
 
 
 def workloads(lab: Lab) -> None:
@@ -216,10 +221,9 @@ def workloads(lab: Lab) -> None:
             lines[method] = {}
             for ranks in lab.scales:
                 value = lab.share(ranks, workload=workload, plan={"method": method})
-                lines[method][ranks] = value
                 case = f"workload_{workload}_forward_{method}_{ranks}"
-                lab.record(case, value, "share of the kernel's rate")
-    lab.draw("workloads", panels, "ranks", "share of the kernel's rate, forward")
+                lab.point(lines[method], ranks, value, case)
+    lab.draw("workloads", panels, "ranks", f"{SHARE}, forward")
 
 
 def traffic(lab: Lab) -> None:
@@ -255,10 +259,9 @@ def tori(lab: Lab) -> None:
                 lab.share(ranks, network, plan=ring),
             )
             for (line, points), value in zip(lines.items(), values, strict=True):
-                points[ranks] = value
                 case = f"torus{dims}d_{line.replace(',', '').replace(' ', '_')}_{ranks}"
-                lab.record(case, value, "share of the kernel's rate")
-    lab.draw("torus", panels, "ranks", "share of the kernel's rate, forward")
+                lab.point(points, ranks, value, case)
+    lab.draw("torus", panels, "ranks", f"{SHARE}, forward")
 
 
 def boxes(ranks: int, dims: int) -> Topology:
@@ -294,10 +297,9 @@ def transports(lab: Lab) -> None:
                         backward=backward,
                         plan={"transport": transport},
                     )
-                    lines[transport][ranks] = value
                     case = f"transport_{name}_{way}_{transport}_{ranks}"
-                    lab.record(case, value, "share of the kernel's rate")
-    lab.draw("transports", panels, "ranks", "share of the kernel's rate")
+                    lab.point(lines[transport], ranks, value, case)
+    lab.draw("transports", panels, "ranks", SHARE)
 
 
 def layouts(lab: Lab) -> None:
@@ -308,9 +310,8 @@ def layouts(lab: Lab) -> None:
         lines[name] = {}
         for ranks in lab.scales:
             value = lab.share(ranks, hardware=H200, reshuffle=reshuffle)
-            lines[name][ranks] = value
-            lab.record(f"layout_{reshuffle}_{ranks}", value, "share of the kernel's rate")
-    lab.draw("layouts", {"H200, forward": lines}, "ranks", "share of the kernel's rate")
+            lab.point(lines[name], ranks, value, f"layout_{reshuffle}_{ranks}")
+    lab.draw("layouts", {"H200, forward": lines}, "ranks", SHARE)
 
 
 def large(lab: Lab) -> None:
@@ -332,8 +333,7 @@ def large(lab: Lab) -> None:
         done = simulate(plans[1024], fat_tree(1024), hardware, reshuffle="hidden")
         seconds = time.perf_counter() - started
         case = f"large_{name}_1024"
-        unit = "share of the kernel's rate"
-        lab.record(case, done.kernel_share, unit, simulation_seconds=seconds)
+        lab.record(case, done.kernel_share, SHARE, simulation_seconds=seconds)
 
 
 def oversubscription(lab: Lab) -> None:
@@ -345,13 +345,12 @@ def oversubscription(lab: Lab) -> None:
         for thin in (1, 2, 4, 8):
             network = fat_tree(ranks, oversubscription=thin)
             value = lab.share(ranks, network, H200, plan={"method": method})
-            lines[method][thin] = value
             case = f"oversubscribed_{method}_{thin}"
-            lab.record(case, value, "share of the kernel's rate", num_ranks=ranks)
+            lab.point(lines[method], thin, value, case, num_ranks=ranks)
         rails = lab.share(ranks, rail_optimized(ranks), H200, plan={"method": method})
-        lab.record(f"rails_{method}", rails, "share of the kernel's rate", num_ranks=ranks)
+        lab.record(f"rails_{method}", rails, SHARE, num_ranks=ranks)
     title = f"{ranks} ranks, H200, forward"
-    lab.draw("oversubscription", {title: lines}, "oversubscription", "share of the kernel's rate")
+    lab.draw("oversubscription", {title: lines}, "oversubscription", SHARE)
 
 
 def slow(lab: Lab) -> None:
@@ -369,10 +368,9 @@ def slow(lab: Lab) -> None:
             "slow links, H200": lab.share(ranks, network, H200),
         }
         for name, value in values.items():
-            lines.setdefault(name, {})[f"{factor:g}"] = value
-            lab.record(f"{name.replace(',', '').replace(' ', '_')}_{factor:g}", value,
-                       "share of the kernel's rate")  # fmt: skip
-    lab.draw("slow", {f"{ranks} ranks": lines}, "", "share of the kernel's rate, forward")
+            case = f"{name.replace(',', '').replace(' ', '_')}_{factor:g}"
+            lab.point(lines.setdefault(name, {}), f"{factor:g}", value, case)
+    lab.draw("slow", {f"{ranks} ranks": lines}, "", f"{SHARE}, forward")
 
 
 def deferral(lab: Lab) -> None:
@@ -385,10 +383,9 @@ def deferral(lab: Lab) -> None:
             lines[name] = {}
             for ranks in lab.scales:
                 value = lab.share(ranks, plan={"transport": transport}, defer=defer)
-                lines[name][ranks] = value
                 case = f"deferral_{transport}_{defer or 0}_{ranks}"
-                lab.record(case, value, "share of the kernel's rate")
-    lab.draw("deferral", panels, "ranks", "share of the kernel's rate, forward")
+                lab.point(lines[name], ranks, value, case)
+    lab.draw("deferral", panels, "ranks", f"{SHARE}, forward")
 
 
 EXPERIMENTS = (
